@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,6 +202,93 @@ class EngineConfig:
                 f"--max-num-batched-tokens={self.max_num_batched_tokens} is smaller than --max-num-seqs={self.max_num_seqs}; "
                 "each running sequence needs a token a step: raise the one or lower the other"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server listens and what it allows. `tokenspeed serve --help` documents each field under vLLM's flag name.
+
+    Raises:
+      ConfigError: a value cannot be used; the text names the flag and the remedy.
+    """
+
+    host: str = "0.0.0.0"
+    """Address to listen on."""
+    port: int = 8000
+    """0: any free port."""
+    uds: str | None = None
+    """A Unix socket to listen on instead of host and port."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these is accepted as `Authorization: Bearer` or `x-api-key`; empty: no key is asked for."""
+    served_model_names: tuple[str, ...] = ()
+    """Names clients may use; the first is echoed. Empty: the model as it was named to the engine."""
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    """Path under which a proxy exposes this server."""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    sse_keep_alive_interval: float = 0.0
+    """Seconds of silence after which a stream sends a comment; 0: never. 15 suits most proxies."""
+    max_body_bytes: int = 64 * 2**20
+    """Largest request body."""
+    max_n: int = 128
+    """Largest `n` of a request."""
+    max_stop_strings: int = 4
+    """Most stop strings of a request."""
+    max_num_queued_reqs: int | None = None
+    """Requests that may wait for the engine; more are told to come back later. None: any number."""
+    metrics_prefix: str = "tokenspeed"
+    """Prefix of the metrics' names; `vllm` for existing dashboards."""
+    enable_force_include_usage: bool = False
+    """End every stream with the usage chunk, asked for or not."""
+    enable_request_id_headers: bool = False
+    """Send `X-Request-Id` with every response."""
+    response_role: str = "assistant"
+    """Role of the answers to chat requests."""
+    watchdog_timeout: float = 300.0
+    """Seconds without a step, while requests wait, after which /health reports failure."""
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
+    access_log: bool = True
+    """Log a line a request."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be in [0, 65535], got {self.port}")
+        for name, value in (
+            ("shutdown-timeout", self.shutdown_timeout),
+            ("sse-keep-alive-interval", self.sse_keep_alive_interval),
+        ):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"--{name} must be at least 0 seconds, got {value:g}")
+        if not 0 < self.watchdog_timeout < math.inf:
+            raise ConfigError(f"--watchdog-timeout must be above 0 seconds, got {self.watchdog_timeout:g}")
+        for name, count in (
+            ("max-body", self.max_body_bytes),
+            ("max-n", self.max_n),
+            ("max-stop-strings", self.max_stop_strings),
+        ):
+            if count < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {count}")
+        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 0:
+            raise ConfigError(f"--max-num-queued-reqs must be at least 0, got {self.max_num_queued_reqs}")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError(
+                f"--metrics-prefix must be letters, digits and underscores, got {self.metrics_prefix!r}; try vllm"
+            )
+        if any(not key for key in self.api_keys):
+            raise ConfigError("--api-key must not be empty; leave it out to ask for no key")
+        if any(not name for name in self.served_model_names):
+            raise ConfigError("--served-model-name must not be empty; leave it out to use the model's own name")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile belong together; give both or neither")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"--root-path must start with a slash and not end with one, got {self.root_path!r}")
 
 
 @dataclass(frozen=True)
