@@ -105,16 +105,19 @@ class Streams:
 
 
 class EngineClient(ABC):
-    """An engine as its front end sees it. All methods may be called from any thread, none blocks on the device.
+    """An engine as its front end sees it. All methods may be called from any thread; only `close` waits.
 
     Sinks are called on one receiving thread, in order; after the sinks of one step, `on_step` is called once, so that
     an asyncio user needs a single `call_soon_threadsafe` a step.
     """
 
+    def __init__(self) -> None:
+        self.streams = Streams()
+
     @property
     @abstractmethod
     def limits(self) -> RunnerLimits:
-        """Sizes a request must fit into. Raises Overloaded while a ProcessEngine is not ready."""
+        """Sizes a request must fit into. Raises Overloaded while the engine is not ready."""
 
     @property
     @abstractmethod
@@ -140,56 +143,56 @@ class EngineClient(ABC):
         Unknown ids are ignored.
         """
 
-    @abstractmethod
-    def stats(self) -> StepStats:
-        """The engine's state after its latest step."""
-
-    @property
-    @abstractmethod
-    def num_unfinished(self) -> int:
-        """Requests added whose last delta has not come."""
-
-    @property
-    @abstractmethod
-    def stalled_seconds(self) -> float:
-        """Seconds since the engine last said something while a request waits for it; 0 when idle."""
-
     @property
     @abstractmethod
     def healthy(self) -> bool:
         """Ready, and neither dead nor closed."""
 
-    @property
-    @abstractmethod
-    def error(self) -> EngineDead | None:
-        """Why the engine stopped, if it did."""
-
-    @property
-    @abstractmethod
-    def on_step(self) -> Callable[[], None]:
-        """Called on the receiving thread after all sinks of a step; settable. Must not raise."""
-
-    @on_step.setter
-    @abstractmethod
-    def on_step(self, hook: Callable[[], None]) -> None: ...
-
     @abstractmethod
     def close(self) -> None:
         """Aborts what runs (each stream gets `abort`), stops the engine and waits for its end. Idempotent."""
+
+    def stats(self) -> StepStats:
+        """The engine's state after its latest step."""
+        return self.streams.stats
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added whose last delta has not come."""
+        return len(self.streams)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since the engine last said something while a request waits for it; 0 when idle."""
+        return self.streams.stalled_seconds
+
+    @property
+    def error(self) -> EngineDead | None:
+        """Why the engine stopped, if it did."""
+        return self.streams.error
+
+    @property
+    def on_step(self) -> Callable[[], None]:
+        """Called on the receiving thread after all sinks of a step, and after the engine died. Must not raise."""
+        return self.streams.on_step
+
+    @on_step.setter
+    def on_step(self, hook: Callable[[], None]) -> None:
+        self.streams.on_step = hook
 
 
 class ThreadEngine(EngineClient):
     """An engine in a thread of this process; the engine's thread is the receiving thread.
 
     Args:
-      runner: built already; this client drops it on `close`, so that its memory can be freed.
+      runner: built already. This client drops it on `close`, so that its memory can be freed.
     """
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        super().__init__()
         self._limits = runner.limits
         self._facts = dict(runner.facts)
-        self._streams = Streams()
-        self._core = EngineCore(runner, config, self._streams.deliver)
+        self._core: EngineCore | None = EngineCore(runner, config, self.streams.deliver)
         self._thread = threading.Thread(target=self._run, args=(self._core,), name="tokenspeed-engine", daemon=True)
         self._thread.start()
 
@@ -197,9 +200,9 @@ class ThreadEngine(EngineClient):
         try:
             core.run()
         except EngineDead as error:
-            self._streams.fail(error)
+            self.streams.fail(error)
         else:
-            self._streams.fail(EngineDead("the engine was closed; create a new one"))
+            self.streams.fail(EngineDead("the engine was closed; create a new one"))
 
     @property
     def limits(self) -> RunnerLimits:
@@ -211,39 +214,20 @@ class ThreadEngine(EngineClient):
 
     def add(self, request: Request, sink: Sink) -> None:
         check_request(request, self._limits)
-        self._streams.open(request.request_id, sink)
-        self._core.add(request, np.asarray(request.prompt_ids, np.int32))
+        self.streams.open(request.request_id, sink)
+        if (core := self._core) is not None:
+            core.add(request, np.asarray(request.prompt_ids, np.int32))
 
     def abort(self, request_id: str) -> None:
-        self._core.abort(request_id)
-
-    def stats(self) -> StepStats:
-        return self._streams.stats
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._streams)
-
-    @property
-    def stalled_seconds(self) -> float:
-        return self._streams.stalled_seconds
+        if (core := self._core) is not None:
+            core.abort(request_id)
 
     @property
     def healthy(self) -> bool:
-        return self._streams.error is None
-
-    @property
-    def error(self) -> EngineDead | None:
-        return self._streams.error
-
-    @property
-    def on_step(self) -> Callable[[], None]:
-        return self._streams.on_step
-
-    @on_step.setter
-    def on_step(self, hook: Callable[[], None]) -> None:
-        self._streams.on_step = hook
+        return self.streams.error is None
 
     def close(self) -> None:
-        self._core.stop()
-        self._thread.join()
+        if (core := self._core) is not None:
+            core.stop()
+            self._thread.join()
+            self._core = None
