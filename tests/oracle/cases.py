@@ -168,7 +168,7 @@ _ALL: dict[str, Case] = {
     "llama_attention_bias": Case(LLAMA | {"attention_bias": True}, {"attention bias": {"attention_bias": False}}),
     "llama_mlp_bias": Case(LLAMA | {"mlp_bias": True, "head_dim": None}, {"mlp bias": {"mlp_bias": False}}),
     "llama_linear": _scaled(LLAMA, type="linear", factor=4.0),
-    # Base by position: see `make.prefill`.
+    # The context is 24 tokens; `make.ask` says which length counts beyond it.
     "llama_dynamic": _scaled(LLAMA | {"max_position_embeddings": 24}, rope_type="dynamic", factor=2.0),
     # Of the 6 wavelengths here (6 to 353,000 tokens) one is kept, one blended and the rest divided.
     "llama3": _scaled(

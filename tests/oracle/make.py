@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.oracle import cases
-from tests.oracle.cases import DECODE_STEPS, Answers, Case, Config, case_of
+from tests.oracle.cases import DECODE_STEPS, Answers, Case, case_of
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -55,31 +55,19 @@ class Session:
         return out.logits[0].numpy()
 
 
-def prefill(session: Session, config: Config, prompt: np.ndarray) -> np.ndarray:
-    """float32 [len(prompt), V]: the prompt's logits; in one forward, but for dynamic rope.
+def ask(case: Case, folder: Path, prompts: tuple[np.ndarray, ...]) -> Answers:
+    """transformers' answers to the prompts from the checkpoint in the folder, one prompt at a time.
 
     Dynamic NTK scaling takes its base from the length of the sequence: transformers recomputes it in every forward from
-    the last position there, and keys already in the cache keep the rotation of their own forward. What a key is then
-    depends on how its prompt was cut into forwards. An engine that cuts prompts as it likes and shares their prefixes
-    needs it to depend on the position alone, and one way of calling transformers has that property: the original
-    context in one forward, where the base is still the plain one, then one token at a time. That is what is kept
-    here: the token at position p, query and key, has the base of a sequence of p + 1 tokens.
+    the last position there, and keys already in the cache keep the rotation of their own forward. So the length that
+    counts for a token is its prompt's, or that of the sequence up to itself where that is more; an engine that cuts
+    a prompt into chunks gets these answers by going by the whole prompt's length in each of them.
     """
-    scaling = config.get("rope_scaling") or {}
-    original = config["max_position_embeddings"]
-    if scaling.get("rope_type") != "dynamic" or len(prompt) <= original:
-        return session.feed(prompt)
-    head = session.feed(prompt[:original])
-    return np.concatenate([head, *(session.feed(prompt[i : i + 1]) for i in range(original, len(prompt)))])
-
-
-def ask(case: Case, folder: Path, prompts: tuple[np.ndarray, ...]) -> Answers:
-    """transformers' answers to the prompts from the checkpoint in the folder, one prompt at a time."""
     prefill_logits, decode_ids, decode_logits = [], [], []
     for prompt in prompts:
-        # A fresh model each: dynamic rope keeps the longest length it has seen in the model itself.
+        # A fresh model each: with dynamic rope the model itself remembers the longest length it has seen.
         session = Session(folder, case)
-        prefill_logits.append(prefill(session, case.config, prompt))
+        prefill_logits.append(session.feed(prompt))
         rows, ids = [prefill_logits[-1][-1]], []
         for _ in range(DECODE_STEPS):
             ids.append(rows[-1].argmax())

@@ -39,8 +39,7 @@ def test_a_feature_switched_off_shows(make: ModuleType, tmp_path: Path, case: st
     config = cases.changed(definition.config, definition.features[feature])
     cases.write_config(config, tmp_path)
     kept = cases.answers(case)
-    session = make.Session(tmp_path, definition._replace(config=config))
-    without = make.prefill(session, config, kept.prompts[-1])
+    without = make.Session(tmp_path, definition).feed(kept.prompts[-1])
     assert np.abs(without - kept.prefill_logits[-1]).max() > 0.1
 
 
