@@ -1,0 +1,1 @@
+"""Weights: what a model declares, and where its tensors come from."""

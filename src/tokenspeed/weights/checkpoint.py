@@ -1,0 +1,72 @@
+"""Opening a model's files: one protocol over Hugging Face folders and GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed.config import EngineConfig, GenerationDefaults, ModelConfig
+from tokenspeed.types import ConfigError
+from tokenspeed.weights.gguf import GGUFCheckpoint
+from tokenspeed.weights.gguf_blocks import QuantizedTensor
+
+__all__ = ["Checkpoint", "QuantizedTensor", "open_checkpoint"]
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and tensors, under Hugging Face names. Tensors are read one at a time."""
+
+    path: Path
+    config: ModelConfig
+    generation: GenerationDefaults
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors, e.g. `model.layers.0.self_attn.q_proj.weight`."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape; matrices are (out, in)."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as floats, in the stored dtype (bfloat16 is ml_dtypes'); packed GGUF types become float32.
+
+        The array may be a read-only view of the mapped file.
+
+        Raises:
+          ConfigError: there is no such tensor, or its bytes cannot be read.
+        """
+        ...
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """A matrix as integers with scales, equal to `read` bit for bit; None if it is not stored so."""
+        ...
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    found = f"{len(files)} .gguf files; give the path of one" if files else "neither config.json nor a .gguf file"
+    raise ConfigError(f"{folder} holds {found}")
+
+
+def open_checkpoint(path: Path, config: EngineConfig) -> Checkpoint:
+    """Opens a .gguf file, or a folder with config.json and safetensors or with one .gguf file.
+
+    With `load_format="dummy"` only config.json (or the GGUF header) is read: weights may be missing, and `names` of a
+    folder without them is empty.
+
+    Raises:
+      ConfigError: something is missing, damaged or not supported; the text names the file.
+    """
+    dummy = config.load_format == "dummy"
+    if path.is_dir() and (config.load_format == "gguf" or not (path / "config.json").exists()):
+        path = _only_gguf(path)
+    if path.is_dir():
+        raise ConfigError(f"{path}: not yet")
+    if config.load_format == "safetensors":
+        raise ConfigError(f"--load-format safetensors cannot read {path}, which is not a folder; leave the flag out")
+    return GGUFCheckpoint(path, config.hf_overrides, header_only=dummy)
