@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from tokenspeed.types import ConfigError
 from tokenspeed.weights.config_json import Fields, model_config
 from tokenspeed.weights.gguf_blocks import (
     BLOCK_FORMATS,
-    FLOAT_DTYPES,
     QuantizedTensor,
     can_read,
     dequantize,
