@@ -1,0 +1,1 @@
+"""The command line: one file a command, and one table of flags for all of them."""
