@@ -1,0 +1,1 @@
+"""Pure functions on arrays: the pieces a model's forward is made of."""

@@ -1,0 +1,1 @@
+"""Model families: weight declarations and a pure forward, one file a family."""
