@@ -9,8 +9,10 @@ import numpy as np
 
 from tokenspeed.config import EngineConfig, GenerationDefaults, ModelConfig
 from tokenspeed.types import ConfigError
+from tokenspeed.weights.config_json import generation_defaults
 from tokenspeed.weights.gguf import GGUFCheckpoint
 from tokenspeed.weights.gguf_blocks import QuantizedTensor
+from tokenspeed.weights.huggingface import CONFIG, GENERATION_CONFIG, HuggingFaceCheckpoint, read_json
 
 __all__ = ["Checkpoint", "QuantizedTensor", "open_checkpoint"]
 
@@ -47,26 +49,45 @@ class Checkpoint(Protocol):
 
 def _only_gguf(folder: Path) -> Path:
     files = sorted(folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    found = f"{len(files)} .gguf files; give the path of one" if files else "neither config.json nor a .gguf file"
-    raise ConfigError(f"{folder} holds {found}")
+    if len(files) != 1:
+        found = f"{len(files)} .gguf files; give the path of one" if files else f"neither {CONFIG} nor a .gguf file"
+        raise ConfigError(f"{folder} holds {found}")
+    return files[0]
+
+
+def _open(path: Path, config: EngineConfig) -> Checkpoint:
+    dummy = config.load_format == "dummy"
+    if path.is_dir() and (config.load_format == "gguf" or not (path / CONFIG).exists()):
+        path = _only_gguf(path)
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path, config.hf_overrides, config_only=dummy)
+    if config.load_format == "safetensors":
+        raise ConfigError(f"--load-format safetensors cannot read {path}, which is not a folder; leave the flag out")
+    return GGUFCheckpoint(path, config.hf_overrides, header_only=dummy)
+
+
+def _generation(named: str, own: GenerationDefaults) -> GenerationDefaults:
+    """Sampling defaults by `--generation-config`."""
+    match named:
+        case "auto":
+            return own
+        case "vllm":
+            return GenerationDefaults()
+        case folder:
+            file = Path(folder) / GENERATION_CONFIG
+            return generation_defaults(read_json(file), str(file))[0]
 
 
 def open_checkpoint(path: Path, config: EngineConfig) -> Checkpoint:
     """Opens a .gguf file, or a folder with config.json and safetensors or with one .gguf file.
 
-    With `load_format="dummy"` only config.json (or the GGUF header) is read: weights may be missing, and `names` of a
-    folder without them is empty.
+    `config` says the load format, `hf_overrides`, and whose sampling defaults `generation` holds. With
+    `load_format="dummy"` only config.json (or the GGUF header) is read: weights may be missing, and `names` of a folder
+    in Hugging Face layout is empty.
 
     Raises:
       ConfigError: something is missing, damaged or not supported; the text names the file.
     """
-    dummy = config.load_format == "dummy"
-    if path.is_dir() and (config.load_format == "gguf" or not (path / "config.json").exists()):
-        path = _only_gguf(path)
-    if path.is_dir():
-        raise ConfigError(f"{path}: not yet")
-    if config.load_format == "safetensors":
-        raise ConfigError(f"--load-format safetensors cannot read {path}, which is not a folder; leave the flag out")
-    return GGUFCheckpoint(path, config.hf_overrides, header_only=dummy)
+    checkpoint = _open(path, config)
+    checkpoint.generation = _generation(config.generation_config, checkpoint.generation)
+    return checkpoint

@@ -359,8 +359,8 @@ def _dense_decoder(fields: Fields, family: Family, name_or_path: str) -> ModelCo
     hidden_size = fields.require("hidden_size", int)
     max_positions = fields.require("max_position_embeddings", int)
     rope, rope_local = _ropes(fields, family, max_positions)
-    if rope.type == "yarn" and rope.original_max_position_embeddings is not None:
-        # Qwen's model cards add YaRN to a config whose max_position_embeddings is still the unscaled one.
+    if rope.type in ("yarn", "dynamic") and rope.original_max_position_embeddings is not None:
+        # These stretch past the trained length. Qwen's model cards add YaRN to a config that still names that length.
         max_positions = max(max_positions, int(rope.original_max_position_embeddings * rope.factor))
     windows = family.windows(fields, num_layers)
     bias = family.qkv_bias if family.qkv_bias is not None else fields.get("attention_bias", bool) or False
