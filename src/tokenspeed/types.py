@@ -303,6 +303,9 @@ class PromptScore(NamedTuple):
 class Schedule(NamedTuple):
     """One step's work, decided on the host with integers only. Rows are sequences, tokens are flat, rows in order.
 
+    Rows that decode (one token, its id NO_TOKEN) come first, then those that prefill (known ids); kernels rely on it.
+    Of several `page_updates` for one entry all name the same page, so they may be applied in any order.
+
     Shapes: T tokens, B rows, U page-table updates.
     """
 

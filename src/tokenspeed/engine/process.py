@@ -182,6 +182,8 @@ class ProcessEngine(EngineClient):
         self.streams.fail(EngineDead(self._last_words()))
         self._settled.set()
         self._outbox.put(_Stop())
+        self._sender.join()
+        self._connection.close()
 
     def _take(self, report: _Report) -> None:
         match report:
