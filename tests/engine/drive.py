@@ -1,16 +1,17 @@
-"""Runs an EngineCore step by step on a FakeRunner and collects what each request was told."""
+"""Runs an EngineCore step by step on a FakeRunner, and compares what each request was told with the oracle."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.engine.fake import FakeRunner, continuation, score, stop_ids_of
+from tests.engine.fake import FakeRunner, continuation, request, score
 from tokenspeed.config import EngineConfig
 from tokenspeed.engine.engine import EngineCore
+from tokenspeed.engine.page_table import PageTable
 from tokenspeed.types import EngineOutput, Request, RunnerLimits, StepStats, TokenDelta, TokenLogprobs
 
 
@@ -67,7 +68,9 @@ class Driver:
         self.check_empty()
 
     def check_empty(self) -> None:
+        """No slot, page or sequence is held."""
         table = self.roster.table
+        check_pages(table, self.limits)
         assert self.roster.num_live == self.roster.num_running == 0
         assert table.num_free_slots == self.limits.max_num_seqs
         assert table.num_available == self.limits.num_pages - 1
@@ -76,12 +79,9 @@ class Driver:
         assert not self.roster.prefilling
         assert all(sequence is None for sequence in self.roster.slots.sequences)
 
-    def check_running(self) -> None:
-        """Invariants of pages in the middle of a run: every page has one owner, and the counts agree."""
-        check_pages(self.roster.table, self.limits)
 
-
-def check_pages(table, limits: RunnerLimits) -> None:  # noqa: ANN001
+def check_pages(table: PageTable, limits: RunnerLimits) -> None:
+    """Every page has exactly one owner: a slot, the cache or the pool; and users are counted right."""
     owned: list[int] = []
     users = np.zeros(limits.num_pages, np.int64)
     for slot in range(limits.max_num_seqs):
@@ -138,9 +138,9 @@ def expected_logprobs(context: list[int], token: int, asked: int) -> TokenLogpro
     return TokenLogprobs(float(np.float32(logprob)), rank, tuple(top_ids[:asked]), tuple(top[:asked]))
 
 
-def random_request(name: str, rng: random.Random, shared: Mapping[int, list[int]], max_model_len: int) -> Request:
+def random_request(name: str, rng: random.Random, prefixes: Sequence[list[int]], max_model_len: int) -> Request:
     """A request with settings of every kind, its prompt often a continuation of another's."""
-    prefix = list(rng.choice(list(shared.values()))) if rng.random() < 0.7 else []
+    prefix = rng.choice(prefixes) if rng.random() < 0.7 else []
     prompt = (prefix + [rng.randrange(60) for _ in range(rng.randint(1, 30))])[: max_model_len - 2]
     max_tokens = rng.choice([1, 2, 5, 20, 40, None])
     sampling: dict[str, object] = {"seed": rng.randint(-(2**63), 2**63 - 1), "max_tokens": max_tokens}
@@ -157,16 +157,15 @@ def random_request(name: str, rng: random.Random, shared: Mapping[int, list[int]
         if rng.random() < 0.5:
             sampling["max_tokens"] = 0
             sampling.pop("min_tokens", None)
-    from tests.engine.fake import request  # noqa: PLC0415
-
     salt = rng.choice([None, None, "a", "b"])
     return request(name, prompt, priority=rng.choice([0, 0, 0, 1, -1]), salt=salt, **sampling)
 
 
+def random_prefixes(rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(60) for _ in range(rng.randint(4, 40))] for _ in range(3)]
+
+
 def mixed_requests(count: int, seed: int, max_model_len: int) -> list[Request]:
     rng = random.Random(seed)
-    shared = {k: [rng.randrange(60) for _ in range(rng.randint(4, 40))] for k in range(3)}
-    return [random_request(f"r{k}", rng, shared, max_model_len) for k in range(count)]
-
-
-__all__ = ["Driver", "check_answer", "check_pages", "mixed_requests", "random_request", "stop_ids_of"]
+    prefixes = random_prefixes(rng)
+    return [random_request(f"r{k}", rng, prefixes, max_model_len) for k in range(count)]
