@@ -1,0 +1,139 @@
+"""Every family against transformers' answers: prefill, chunked prefill and decode, rows of mixed lengths together."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pallas_kernels import select
+
+from tests.oracle.cases import CASES, Answers, answers, write_checkpoint
+from tokenspeed.config import EngineConfig, ModelConfig
+from tokenspeed.layers.attention import AttentionKernels, Cache, TokenBatch
+from tokenspeed.models import dense
+from tokenspeed.weights import load
+from tokenspeed.weights.checkpoint import open_checkpoint
+
+PAGE = 16
+PAGES_PER_ROW = 5
+TOLERANCE = 1e-4
+
+
+class Forward:
+    """Runs rows through the pure forward, each row with pages of its own in a scattered order."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], kernel: str, rows: int) -> None:
+        self.config, self.weights = config, weights
+        self.kernels = AttentionKernels(
+            attend=select("paged_attention", name=kernel, platform="cpu", dtype="float32").fn,
+            write=select("write_kv", name="xla").fn,
+        )
+        pages = 1 + rows * PAGES_PER_ROW
+        self.table = 1 + np.random.default_rng(0).permutation(pages - 1).reshape(rows, PAGES_PER_ROW).astype(np.int32)
+        K, H = config.num_kv_heads, config.head_dim
+        # Memory nobody wrote is poison: reading it shows.
+        self.cache: Cache = tuple(
+            (jnp.full((pages, K, H, PAGE), jnp.nan), jnp.full((pages, K, PAGE, H), jnp.nan))
+            for _ in range(config.num_layers)
+        )
+
+    def __call__(self, rows: list[tuple[int, np.ndarray, int, int]]) -> list[np.ndarray]:
+        """Rows of (row, ids, start position, prompt length) -> each row's logits [len(ids), V]. Padded with one row."""
+        lengths = [len(ids) for _, ids, _, _ in rows]
+        decode = all(length == 1 for length in lengths)
+        padding = 1 if decode else 3
+        concat = lambda parts: np.concatenate([*parts, np.zeros(padding)]).astype(np.int32)  # noqa: E731
+        positions = concat([start + np.arange(len(ids)) for _, ids, start, _ in rows])
+        owners = concat([np.full(len(ids), row) for row, ids, _, _ in rows])
+        pages = self.table[owners, positions // PAGE]
+        pages[len(pages) - padding :] = 0
+        cu_q_lens = np.concatenate([[0], np.cumsum(lengths), [sum(lengths)]]).astype(np.int32)
+        batch = TokenBatch(
+            token_ids=concat([ids for _, ids, _, _ in rows]),
+            positions=positions,
+            prompt_lens=concat([np.full(len(ids), prompt) for _, ids, _, prompt in rows]),
+            pages=pages,
+            offsets=positions % PAGE,
+            page_table=np.stack([*(self.table[row] for row, *_ in rows), np.zeros(PAGES_PER_ROW, np.int32)]),
+            kv_lens=np.asarray([*(start + len(ids) for _, ids, start, _ in rows), 0], np.int32),
+            cu_q_lens=cu_q_lens if not decode else np.arange(len(rows) + 2, dtype=np.int32),
+            num_seqs=np.asarray([len(rows)], np.int32),
+            max_q_len=1 if decode else len(positions),
+            kernels=self.kernels,
+        )
+        logits, self.cache = _run(self.config, self.weights, self.cache, batch)
+        return np.split(np.asarray(logits)[: sum(lengths)], np.cumsum(lengths)[:-1])
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(
+    config: ModelConfig, weights: dict[str, jax.Array], cache: Cache, batch: TokenBatch
+) -> tuple[jax.Array, Cache]:
+    hidden, cache = dense.forward(config, weights, cache, batch, jnp.dtype("float32"))
+    return dense.logits(config, weights, hidden), cache
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, folder)
+    checkpoint = open_checkpoint(folder, EngineConfig(model=str(folder)))
+    weights = load.load(
+        dense.params(checkpoint.config), checkpoint, jnp.dtype("float32"), jax.devices()[0], progress=False
+    )
+    return checkpoint.config, weights, answers(request.param)
+
+
+def _check_decode(forward: Forward, expected: Answers) -> None:
+    prompts = expected.prompts
+    for step in range(expected.decode_ids.shape[1]):
+        got = forward(
+            [
+                (row, expected.decode_ids[row, step : step + 1], len(prompt) + step, len(prompt))
+                for row, prompt in enumerate(prompts)
+            ]
+        )
+        np.testing.assert_allclose(np.concatenate(got), expected.decode_logits[:, step], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "reference"])
+def test_prefill_then_decode_equals_transformers(model: tuple[ModelConfig, dict, Answers], kernel: str) -> None:
+    config, weights, expected = model
+    forward = Forward(config, weights, kernel, len(expected.prompts))
+    got = forward([(row, prompt, 0, len(prompt)) for row, prompt in enumerate(expected.prompts)])
+    for logits, wanted in zip(got, expected.prefill_logits, strict=True):
+        np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
+    _check_decode(forward, expected)
+
+
+def test_chunked_prefill_mixed_with_decode_equals_transformers(model: tuple[ModelConfig, dict, Answers]) -> None:
+    """Prompts enter in uneven chunks, one after another, while rows that are through go on decoding."""
+    config, weights, expected = model
+    forward = Forward(config, weights, "xla", len(expected.prompts))
+    steps = [0] * len(expected.prompts)
+    for row, prompt in enumerate(expected.prompts):
+        for start in range(0, len(prompt), 7):
+            chunk = prompt[start : start + 7]
+            through = [other for other in range(row) if steps[other] < expected.decode_ids.shape[1]]
+            work = [
+                (
+                    other,
+                    expected.decode_ids[other, steps[other] : steps[other] + 1],
+                    len(expected.prompts[other]) + steps[other],
+                    len(expected.prompts[other]),
+                )
+                for other in through
+            ]
+            *decoded, logits = forward([*work, (row, chunk, start, len(prompt))])
+            np.testing.assert_allclose(
+                logits, expected.prefill_logits[row][start : start + 7], atol=TOLERANCE, rtol=0
+            )
+            for other, got in zip(through, decoded, strict=True):
+                np.testing.assert_allclose(
+                    got[0], expected.decode_logits[other, steps[other]], atol=TOLERANCE, rtol=0
+                )
+                steps[other] += 1
