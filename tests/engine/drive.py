@@ -52,10 +52,10 @@ class Driver:
     def run(self, requests: list[Request], *, spread: int = 0) -> None:
         """Runs requests to their end, arriving at random over `spread` steps."""
         order = random.Random(self.seed)
-        for request in requests:
+        for one in requests:
             for _ in range(order.randint(0, 2 * spread // max(1, len(requests)))):
                 self.core.step()
-            self.add(request)
+            self.add(one)
         self.finish()
 
     def tokens(self, name: str) -> list[int]:
@@ -63,8 +63,8 @@ class Driver:
 
     def check(self, requests: list[Request]) -> None:
         """Each request was told exactly what the oracle says, once, and nothing is left over."""
-        for request in requests:
-            check_answer(request, self.deltas[request.request_id], self.limits.max_model_len)
+        for one in requests:
+            check_answer(one, self.deltas[one.request_id], self.limits.max_model_len)
         self.check_empty()
 
     def check_empty(self) -> None:
