@@ -163,11 +163,11 @@ PARENT = """
     if __name__ == "__main__":
         client = ProcessEngine(getattr(builds, sys.argv[1]), EngineConfig(), lambda line: print(line, flush=True))
         client.start()
-        if sys.argv[1] == "build_slow":
-            client.wait_ready(60)
-            client.add(request("a", [2], max_tokens=7000, ignore_eos=True), lambda delta: None)
-            print("pid", client.facts["pid"], flush=True)
         try:
+            if sys.argv[1] == "build_slow":
+                client.wait_ready(60)
+                client.add(request("a", [2], max_tokens=7000, ignore_eos=True), lambda delta: None)
+                print("pid", client.facts["pid"], flush=True)
             time.sleep(600)
         except KeyboardInterrupt:
             time.sleep(0.3)

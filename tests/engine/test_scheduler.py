@@ -118,7 +118,6 @@ def test_the_last_rank_is_put_back_and_resumes_with_its_outputs() -> None:
     resumed = next(params for params in schedule.new_slots if len(params.prompt_ids) == 20)
     assert resumed.output_ids.tolist() == [7] * outputs
     row = schedule.slots.tolist().index(resumed.slot)
-    assert schedule.kv_lens[row] == 20 + outputs
     assert schedule.output_positions[row] == outputs
 
 
