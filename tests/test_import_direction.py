@@ -71,7 +71,12 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node.lineno, name) for name in _names(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+
+
+def _imports_by_name(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """`import_module("...")`: deferred until wanted, but in the same direction."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from ((node.lineno, arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
 
@@ -90,7 +95,8 @@ def _violations(module: str, source: str) -> list[str]:
     top = module.split(".", maxsplit=1)[0]
     allowed = ALLOWED[_owner(module)]
     wrong: list[str] = []
-    for line, name in _imports(ast.parse(source)):
+    tree = ast.parse(source)
+    for line, name in [*_imports(tree), *_imports_by_name(tree)]:
         if name.split(".")[0] in ("jax", "jaxlib", "flax") and top in WITHOUT_JAX:
             wrong.append(f"{module}:{line} imports {name}, but {top} does without JAX")
         if name.split(".")[0] not in PACKAGES or top == "cli" or name == "tokenspeed.__version__":
