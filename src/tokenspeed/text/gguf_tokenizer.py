@@ -127,6 +127,9 @@ class _Vocabulary:
             self.kinds.pop()
         del self.tokens[len(self.kinds) :]
 
+    def ids(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}
+
     def get(self, key: str) -> MetadataValue | None:
         return self._metadata.get(f"tokenizer.ggml.{key}")
 
@@ -213,8 +216,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
             f"{vocabulary.source} cuts text in the way {name!r}, which is not supported; supported are "
             f"{', '.join(_SPLITS)}: pass the model's tokenizer.json with --tokenizer"
         )
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
-    backend = Tokenizer(_bpe(vocabulary, merges, ignore_merges=splits.whole_words))
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary.ids(), merges=_stored_merges(vocabulary), ignore_merges=splits.whole_words)
+    )
     if splits.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = splits.pre_tokenizer()
@@ -233,9 +237,9 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     ]
     unknown = vocabulary.token_id("unknown")
     backend = Tokenizer(
-        _bpe(
-            vocabulary,
-            _merges_by_score(vocabulary),
+        models.BPE(
+            vocab=vocabulary.ids(),
+            merges=_merges_by_score(vocabulary),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in vocabulary.kinds,
@@ -249,12 +253,17 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     return backend, True
 
 
-def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: object) -> models.BPE:
-    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
-    try:
-        return models.BPE(vocab=ids, merges=merges, **options)
-    except ValueError as error:
-        raise ConfigError(f"{vocabulary.source} is damaged: its tokenizer's merges are wrong: {error}") from error
+def _stored_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The pairs that the file lists, the first to be merged first."""
+    ids = vocabulary.ids()
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.texts("merges"))]
+    for left, right in merges:
+        if left not in ids or right not in ids or left + right not in ids:
+            raise ConfigError(
+                f"{vocabulary.source} is damaged: its tokenizer merges {left!r} and {right!r}, which are not all tokens; "
+                "download it again"
+            )
+    return merges
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
