@@ -10,8 +10,8 @@ import numpy as np
 from tokenspeed.config import EngineConfig, GenerationDefaults, ModelConfig
 from tokenspeed.types import ConfigError
 from tokenspeed.weights.config_json import generation_defaults
-from tokenspeed.weights.gguf import GGUFCheckpoint
 from tokenspeed.weights.gguf_blocks import QuantizedTensor
+from tokenspeed.weights.gguf_checkpoint import GGUFCheckpoint
 from tokenspeed.weights.huggingface import CONFIG, GENERATION_CONFIG, HuggingFaceCheckpoint, read_json
 
 __all__ = ["Checkpoint", "QuantizedTensor", "open_checkpoint"]

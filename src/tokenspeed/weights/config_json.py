@@ -7,12 +7,14 @@ Names, defaults and meanings are those of transformers 5.24, in its old style (`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple, cast
 
 from tokenspeed.config import Activation, GenerationDefaults, ModelConfig, Rope, RopeType
 from tokenspeed.types import ConfigError
+from tokenspeed.weights.fields import Fields
 
-T = TypeVar("T", bool, int, float, str)
+_MAX_LAYERS = 10_000
+"""More than this is damage, and would fill the memory with lists of layers."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -22,79 +24,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-class Fields:
-    """Typed look-ups in a mapping of unknown values. Its errors name the file and the key; it remembers what was read."""
-
-    def __init__(self, values: Mapping[str, object], source: str) -> None:
-        self.values = values
-        self.source = source
-        self.used: set[str] = set()
-
-    def raw(self, key: str) -> object:
-        """The value as it is; None if absent."""
-        self.used.add(key)
-        return self.values.get(key)
-
-    def _wrong(self, key: str, expected: str) -> ConfigError:
-        return ConfigError(
-            f"{self.source} has {key}={self.values[key]!r:.80}, which is not {expected}; the file is damaged"
-        )
-
-    def get(self, key: str, kind: type[T]) -> T | None:
-        """The value as a `kind`; None if absent or null. Whole floats pass as int, ints as float."""
-        value = self.raw(key)
-        if value is None:
-            return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return kind(value)
-        if kind is int and isinstance(value, float) and value.is_integer():
-            return kind(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self._wrong(
-                key, {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
-            )
-        return value
-
-    def require(self, key: str, kind: type[T]) -> T:
-        """The value as a `kind`."""
-        value = self.get(key, kind)
-        if value is None:
-            raise ConfigError(f"{self.source} lacks {key}; it is incomplete or of another kind of model")
-        return value
-
-    def section(self, key: str) -> Fields | None:
-        """A nested mapping; None if absent or null."""
-        value = self.raw(key)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self._wrong(key, "an object")
-        return Fields(cast(Mapping[str, object], value), f"{key} of {self.source}")
-
-    def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings; None if absent or null."""
-        value = self.raw(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in cast(list[object], value)):
-            raise self._wrong(key, "a list of texts")
-        return tuple(cast(list[str], value))
-
-    def ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty if absent or null."""
-        value = self.raw(key)
-        items = cast(list[object], value) if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) for item in items):
-            raise self._wrong(key, "a token id or a list of them")
-        return tuple(cast(list[int], items))
-
-    def refuse(self, key: str, *harmless: object) -> None:
-        """Raises ConfigError if `key` asks for something that is not supported."""
-        value = self.raw(key)
-        if value is not None and value not in harmless:
-            raise ConfigError(f"{self.source} has {key}={value!r:.80}, which is not supported")
 
 
 class Family(NamedTuple):
@@ -138,7 +67,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def _gemma_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.get("sliding_window", int)
-    pattern = fields.require("sliding_window_pattern", int)
+    pattern = fields.positive("sliding_window_pattern", int)
     by_pattern = tuple(_SLIDING if (layer + 1) % pattern else _FULL for layer in range(num_layers))
     return _typed_windows(fields, window, fields.texts("layer_types") or by_pattern)
 
@@ -212,7 +141,7 @@ def _rope(fields: Fields, theta: float, max_positions: int) -> Rope:
     kind = fields.get("rope_type", str) or fields.get("type", str) or "default"
     fields.refuse("partial_rotary_factor", 1.0)
     fields.refuse("mrope_section")
-    theta = fields.get("rope_theta", float) or theta
+    theta = theta if fields.get("rope_theta", float) is None else fields.positive("rope_theta", float)
     if kind not in _ROPE_TYPES:
         raise ConfigError(f"{fields.source} asks for RoPE scaling {kind!r}; supported are {', '.join(_ROPE_TYPES)}")
     if kind == "default":
@@ -221,7 +150,8 @@ def _rope(fields: Fields, theta: float, max_positions: int) -> Rope:
         return Rope(theta=theta, type=kind, factor=_factor(fields), original_max_position_embeddings=max_positions)
     if kind == "linear":
         return Rope(theta=theta, type=kind, factor=_factor(fields))
-    original = fields.get("original_max_position_embeddings", int) or max_positions
+    known = fields.get("original_max_position_embeddings", int) is not None
+    original = fields.positive("original_max_position_embeddings", int) if known else max_positions
     if kind == "llama3":
         return Rope(
             theta=theta,
@@ -246,10 +176,9 @@ def _rope(fields: Fields, theta: float, max_positions: int) -> Rope:
 
 
 def _factor(fields: Fields, default: float | None = None) -> float:
-    factor = fields.require("factor", float) if default is None else fields.get("factor", float) or default
-    if factor <= 0:
-        raise ConfigError(f"{fields.source} has factor={factor:g}; it must be above 0")
-    return factor
+    if default is not None and fields.get("factor", float) is None:
+        return default
+    return fields.positive("factor", float)
 
 
 def _ropes(fields: Fields, family: Family, max_positions: int) -> tuple[Rope, Rope | None]:
@@ -257,7 +186,7 @@ def _ropes(fields: Fields, family: Family, max_positions: int) -> tuple[Rope, Ro
     new_style = fields.section("rope_parameters")
     scaling = fields.section("rope_scaling")
     empty = Fields({}, fields.source)
-    theta = fields.require("rope_theta", float)
+    theta = fields.positive("rope_theta", float)
     if not family.gemma:
         return _rope(scaling or new_style or empty, theta, max_positions), None
     new_style = new_style or empty
@@ -267,7 +196,7 @@ def _ropes(fields: Fields, family: Family, max_positions: int) -> tuple[Rope, Ro
                 f"{new_style.source} has {key}; {family.architecture} keeps it under {_FULL} and {_SLIDING}"
             )
     full, local = scaling or new_style.section(_FULL) or empty, new_style.section(_SLIDING) or empty
-    local_theta = fields.require("rope_local_base_freq", float)
+    local_theta = fields.positive("rope_local_base_freq", float)
     return _rope(full, theta, max_positions), _rope(local, local_theta, max_positions)
 
 
@@ -339,7 +268,12 @@ def model_config(
     merged = _text_values(_apply(values, overrides), source)
     family = _family(Fields(merged, source))
     fields = Fields({**_COMMON, **family.defaults, **merged}, source)
-    config = _dense_decoder(fields, family, name_or_path)
+    try:
+        config = _dense_decoder(fields, family, name_or_path)
+    except ConfigError as error:
+        if source in str(error):
+            raise
+        raise ConfigError(f"{source}: {error}") from error
     known = fields.used | {"text_config", "architectures", "model_type"}
     for key in overrides:
         if key not in known:
@@ -354,14 +288,21 @@ def _dense_decoder(fields: Fields, family: Family, name_or_path: str) -> ModelCo
         ("partial_rotary_factor", (1.0,)),
     ):
         fields.refuse(key, *harmless)
-    num_layers = fields.require("num_hidden_layers", int)
-    num_heads = fields.require("num_attention_heads", int)
-    hidden_size = fields.require("hidden_size", int)
-    max_positions = fields.require("max_position_embeddings", int)
+    num_layers = fields.positive("num_hidden_layers", int)
+    if num_layers > _MAX_LAYERS:
+        raise ConfigError(f"{fields.source} has {num_layers} layers; it is damaged")
+    num_heads = fields.positive("num_attention_heads", int)
+    hidden_size = fields.positive("hidden_size", int)
+    max_positions = fields.positive("max_position_embeddings", int)
     rope, rope_local = _ropes(fields, family, max_positions)
     if rope.type in ("yarn", "dynamic") and rope.original_max_position_embeddings is not None:
         # These stretch past the trained length. Qwen's model cards add YaRN to a config that still names that length.
         max_positions = max(max_positions, int(rope.original_max_position_embeddings * rope.factor))
+    head_dim = fields.get("head_dim", int) or hidden_size // num_heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"{fields.source} has head_dim={head_dim}, which rotary embeddings cannot halve; it is damaged"
+        )
     windows = family.windows(fields, num_layers)
     bias = family.qkv_bias if family.qkv_bias is not None else fields.get("attention_bias", bool) or False
     return ModelConfig(
@@ -372,7 +313,7 @@ def _dense_decoder(fields: Fields, family: Family, name_or_path: str) -> ModelCo
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.get("num_key_value_heads", int) or num_heads,
-        head_dim=fields.get("head_dim", int) or hidden_size // max(num_heads, 1),
+        head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.require("rms_norm_eps", float),
         rope=rope,
@@ -387,7 +328,7 @@ def _dense_decoder(fields: Fields, family: Family, name_or_path: str) -> ModelCo
         norm_plus_one=family.gemma,
         sandwich_norms=family.gemma,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
-        attention_scale=fields.require("query_pre_attn_scalar", float) ** -0.5 if family.gemma else None,
+        attention_scale=fields.positive("query_pre_attn_scalar", float) ** -0.5 if family.gemma else None,
         attention_soft_cap=fields.get("attn_logit_softcapping", float) if family.gemma else None,
         final_soft_cap=fields.get("final_logit_softcapping", float) if family.gemma else None,
         checkpoint_dtype=_checkpoint_dtype(fields),
