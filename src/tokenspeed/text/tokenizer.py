@@ -209,9 +209,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def _with_config(backend: tokenizers.Tokenizer, file: Path) -> Tokenizer:
     """Adds what stands beside a tokenizer.json: which tokens are special, and which ids end the output."""
     named = special_tokens(file.parent)
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
-        [text for text in named.values() if text not in added and backend.token_to_id(text) is not None]
+        [text for text in named.values() if text not in special and backend.token_to_id(text) is not None]
     )
     ends = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
     for name in ("generation_config.json", "config.json"):
