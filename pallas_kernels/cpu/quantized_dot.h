@@ -1,0 +1,200 @@
+// The inner product of a strip of 16 packed rows with a few quantised rows of x: AVX2, or portable code of the same result.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(PALLAS_KERNELS_PORTABLE)
+#include <immintrin.h>
+#define PALLAS_KERNELS_AVX2 1
+#endif
+
+#include "quantized_matmul.h"
+#include "vec.h"
+
+namespace pallas_kernels {
+
+#define PALLAS_KERNELS_INLINE inline __attribute__((always_inline))
+
+constexpr int kSteps = 8;  // a block is 8 steps of 4 weights along K for 16 rows
+constexpr int kStepBytes = 64;
+constexpr int kMaxM = 4;   // rows of x a micro-kernel takes at once
+
+// Quantised x, in tiles of M = 4, 2 or 1 rows: for each 32 of K
+//   int8 [M, 32] values, float [M] scales, float [subgroups, M] shifts,
+// where a shift is what the weights' offset multiplies: sum of values * scale, times -zero where no offset is stored.
+constexpr int XBytes(int m, int subgroups) { return m * (kBlock + 4 * (1 + subgroups)); }
+
+inline float HalfAt(const uint8_t* p, int i) {
+  uint16_t h;
+  std::memcpy(&h, p + 2 * i, 2);
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  uint32_t bits = static_cast<uint32_t>(h & 0x7fff) << 13;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  value *= 5.192296858534828e33f;  // 2^112 rebiases the exponent and normalises subnormals
+  std::memcpy(&bits, &value, 4);
+  bits |= sign;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline int ValueAt(int bits, const uint8_t* block, int row, int k) {
+  const int step = k / 4, at = row * 4 + k % 4;
+  if (bits == 8) return static_cast<int8_t>(block[step * kStepBytes + at]);
+  const int low = block[step % 4 * kStepBytes + at] >> (step < 4 ? 0 : 4) & 15;
+  const uint8_t* planes = block + 4 * kStepBytes;
+  if (bits == 5) return low | (planes[at] >> step & 1) << 4;
+  if (bits == 6) return low | (planes[at / 32 * 64 + step / 4 * 32 + at % 32] >> 2 * (step % 4) & 3) << 4;
+  return low;
+}
+
+PALLAS_KERNELS_INLINE F8 Halves(const uint8_t* p) {
+#ifdef PALLAS_KERNELS_AVX2
+  return (F8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  F8 v;
+  for (int i = 0; i < 8; ++i) v[i] = HalfAt(p, i);
+  return v;
+#endif
+}
+
+// acc += scale * x_scale * dot + offset * shift, for 8 rows of one group.
+template <int kSub, bool kOffsets>
+PALLAS_KERNELS_INLINE void Accumulate(const uint8_t* scales, int subgroup, int half, float x_scale, float shift, F8 dot, F8& acc) {
+  const F8 scale = Halves(scales + (subgroup * kRows + 8 * half) * 2);
+  if constexpr (kOffsets) {
+    const F8 offset = Halves(scales + ((kSub + subgroup) * kRows + 8 * half) * 2);
+    acc += offset * shift + scale * (dot * x_scale);
+  } else {
+    acc += scale * (dot * x_scale + shift);
+  }
+}
+
+#ifdef PALLAS_KERNELS_AVX2
+
+PALLAS_KERNELS_INLINE __m256i LoadBytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+// Keeps GCC from reordering the sums of a block, which would spill every product.
+PALLAS_KERNELS_INLINE void Pin(__m256i& v) { asm("" : "+x"(v)); }
+
+template <int kShift>
+PALLAS_KERNELS_INLINE __m256i ShiftLeft(__m256i v) {
+  if constexpr (kShift >= 0) return _mm256_slli_epi16(v, kShift);
+  else return _mm256_srli_epi16(v, -kShift);
+}
+
+// Four weights along K of 8 rows, as bytes.
+template <int kBits, int kStep>
+PALLAS_KERNELS_INLINE __m256i Values(const uint8_t* block, int half) {
+  if constexpr (kBits == 8) {
+    return LoadBytes(block + kStep * kStepBytes + 32 * half);
+  } else {
+    __m256i low = LoadBytes(block + kStep % 4 * kStepBytes + 32 * half);
+    low = _mm256_and_si256(ShiftLeft<kStep < 4 ? 0 : -4>(low), _mm256_set1_epi8(15));
+    if constexpr (kBits == 4) return low;
+    const uint8_t* planes = block + 4 * kStepBytes;
+    __m256i high;
+    if constexpr (kBits == 5) high = ShiftLeft<4 - kStep>(LoadBytes(planes + 32 * half));
+    else high = ShiftLeft<4 - 2 * (kStep % 4)>(LoadBytes(planes + 64 * half + kStep / 4 * 32));
+    return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(kBits == 5 ? 0x10 : 0x30)));
+  }
+}
+
+// Steps whose products can be summed in int16: 127 * 2 * (2^bits - 1) * steps < 2^15.
+constexpr int SafeSteps(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
+
+template <int kBits, int kM, int kStep>
+PALLAS_KERNELS_INLINE void Step(const uint8_t* block, const uint8_t* x, __m256i (&pairs)[kM][2], __m256i (&sums)[kM][2]) {
+  constexpr int kRun = SafeSteps(kBits);
+  const __m256i w[2] = {Values<kBits, kStep>(block, 0), Values<kBits, kStep>(block, 1)};
+  for (int m = 0; m < kM; ++m) {
+    int32_t four;
+    std::memcpy(&four, x + m * kBlock + 4 * kStep, 4);
+    const __m256i xs = _mm256_set1_epi32(four);
+    for (int h = 0; h < 2; ++h) {
+      __m256i p;
+      if constexpr (kBits == 8) p = _mm256_maddubs_epi16(_mm256_abs_epi8(w[h]), _mm256_sign_epi8(xs, w[h]));
+      else p = _mm256_maddubs_epi16(w[h], xs);
+      pairs[m][h] = kStep % kRun == 0 ? p : _mm256_add_epi16(pairs[m][h], p);
+      Pin(pairs[m][h]);
+      if constexpr (kStep % kRun == kRun - 1) {
+        const __m256i sum = _mm256_madd_epi16(pairs[m][h], _mm256_set1_epi16(1));
+        sums[m][h] = kStep < kRun ? sum : _mm256_add_epi32(sums[m][h], sum);
+        if constexpr (kRun < 8) Pin(sums[m][h]);
+      }
+    }
+  }
+}
+
+template <int kBits, int kM, int kFirst>
+PALLAS_KERNELS_INLINE void HalfBlock(const uint8_t* block, const uint8_t* x, __m256i (&pairs)[kM][2], __m256i (&sums)[kM][2]) {
+  Step<kBits, kM, kFirst>(block, x, pairs, sums);
+  Step<kBits, kM, kFirst + 1>(block, x, pairs, sums);
+  Step<kBits, kM, kFirst + 2>(block, x, pairs, sums);
+  Step<kBits, kM, kFirst + 3>(block, x, pairs, sums);
+}
+
+// out [kM, 16] = x @ W^T of one strip; block and x point at their first of `groups` blocks.
+template <int kBits, int kSub, bool kOffsets, int kM>
+__attribute__((noinline)) void StripDot(const uint8_t* block, const uint8_t* x, int groups, float* out) {
+  constexpr int kValues = kRows * kBlock * kBits / 8, kBytes = kValues + kSub * kRows * 2 * (kOffsets ? 2 : 1);
+  F8 acc[kM][2];
+  for (int m = 0; m < kM; ++m) acc[m][0] = acc[m][1] = Splat(0.0f);
+  for (int g = 0; g < groups; ++g, block += kBytes, x += XBytes(kM, kSub)) {
+    __m256i pairs[kM][2], sums[kM][2];
+    const float* meta = reinterpret_cast<const float*>(x + kM * kBlock);
+    auto flush = [&](int s) __attribute__((always_inline)) {
+      for (int h = 0; h < 2; ++h)
+        for (int m = 0; m < kM; ++m)
+          Accumulate<kSub, kOffsets>(block + kValues, s, h, meta[m], meta[(1 + s) * kM + m],
+                                     (F8)_mm256_cvtepi32_ps(sums[m][h]), acc[m][h]);
+    };
+    HalfBlock<kBits, kM, 0>(block, x, pairs, sums);
+    if constexpr (kSub == 2) {
+      flush(0);
+      for (int m = 0; m < kM; ++m) sums[m][0] = sums[m][1] = _mm256_setzero_si256();
+    }
+    HalfBlock<kBits, kM, 4>(block, x, pairs, sums);
+    flush(kSub - 1);
+  }
+  for (int m = 0; m < kM; ++m)
+    for (int h = 0; h < 2; ++h) Store(out + m * kRows + 8 * h, acc[m][h]);
+}
+
+#else  // portable
+
+template <int kBits, int kSub, bool kOffsets, int kM>
+void StripDot(const uint8_t* block, const uint8_t* x, int groups, float* out) {
+  constexpr int kValues = kRows * kBlock * kBits / 8, kBytes = kValues + kSub * kRows * 2 * (kOffsets ? 2 : 1);
+  F8 acc[kM][2];
+  for (int m = 0; m < kM; ++m) acc[m][0] = acc[m][1] = Splat(0.0f);
+  for (int g = 0; g < groups; ++g, block += kBytes, x += XBytes(kM, kSub)) {
+    const float* meta = reinterpret_cast<const float*>(x + kM * kBlock);
+    int16_t values[kSteps][kStepBytes];
+    for (int step = 0; step < kSteps; ++step)
+      for (int i = 0; i < kStepBytes; ++i) values[step][i] = static_cast<int16_t>(ValueAt(kBits, block, i / 4, 4 * step + i % 4));
+    for (int m = 0; m < kM; ++m) {
+      const int8_t* q = reinterpret_cast<const int8_t*>(x) + m * kBlock;
+      for (int s = 0; s < kSub; ++s) {
+        int32_t sums[kRows] = {};
+        for (int step = s * kSteps / kSub; step < (s + 1) * kSteps / kSub; ++step)
+          for (int r = 0; r < kRows; ++r)
+            for (int i = 0; i < 4; ++i) sums[r] += values[step][4 * r + i] * q[4 * step + i];
+        for (int h = 0; h < 2; ++h) {
+          I8 dot;
+          std::memcpy(&dot, sums + 8 * h, sizeof dot);
+          Accumulate<kSub, kOffsets>(block + kValues, s, h, meta[m], meta[(1 + s) * kM + m], __builtin_convertvector(dot, F8),
+                                     acc[m][h]);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < kM; ++m)
+    for (int h = 0; h < 2; ++h) Store(out + m * kRows + 8 * h, acc[m][h]);
+}
+
+#endif
+
+}  // namespace pallas_kernels
