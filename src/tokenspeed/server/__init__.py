@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API over a Starlette application, and nothing that computes."""
