@@ -142,5 +142,5 @@ def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         checkpoint(path)
     data = path.read_bytes()
     at = data.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
-    with pytest.raises(ConfigError, match=r"output_norm\.weight in the unknown tensor type 77"):
+    with pytest.raises(ConfigError, match=r"output_norm\.weight' in the unknown tensor type 77"):
         checkpoint(_patched(path, at, struct.pack("<I", 77)))

@@ -93,7 +93,7 @@ class _Cursor:
 
     def _scalar(self, key: str, kind: int) -> struct.Struct:
         if kind not in _SCALARS:
-            raise ConfigError(f"{self.name} is damaged: {key} is of the unknown type {kind}; download it again")
+            raise ConfigError(f"{self.name} is damaged: {key!r:.60} is of the unknown type {kind}; download it again")
         return _SCALARS[kind]
 
     def _array(self, key: str) -> MetadataValue:
@@ -157,16 +157,20 @@ class GGUFFile:
     def _read_tensor(self, cursor: _Cursor, name: str) -> TensorInfo:
         rank = cursor.number(_U32)
         if rank > 4:
-            raise ConfigError(f"{self.path} is damaged: {name} has {rank} dimensions; download it again")
+            raise ConfigError(f"{self.path} is damaged: {name!r:.60} has {rank} dimensions; download it again")
         shape = tuple(reversed([cursor.number(_U64) for _ in range(rank)])) or (1,)
+        if 0 in shape:
+            raise ConfigError(f"{self.path} is damaged: {name!r:.60} is empty; download it again")
         kind_id = cursor.number(_U32)
         if kind_id not in set(GGMLQuantizationType):
-            raise ConfigError(f"{self.path} stores {name} in the unknown tensor type {kind_id}, which is not supported")
+            raise ConfigError(
+                f"{self.path} stores {name!r:.60} in the unknown tensor type {kind_id}, which is not supported"
+            )
         kind = GGMLQuantizationType(kind_id)
         nbytes = row_bytes(kind, shape[-1])
         if nbytes is None:
             raise ConfigError(
-                f"{self.path} is damaged: rows of {name} ({shape[-1]}) are not whole blocks of {kind.name}"
+                f"{self.path} is damaged: rows of {name!r:.60} ({shape[-1]}) are not whole blocks of {kind.name}"
             )
         for size in shape[:-1]:
             nbytes *= size
