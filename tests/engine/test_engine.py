@@ -83,6 +83,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted.add(name)
         self.driver.core.abort(name)
 
+    @precondition(lambda self: self.driver.roster.num_running)
+    @rule()
+    def put_back_the_last(self) -> None:
+        self.driver.roster.put_back(self.driver.roster.lowest())
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -149,6 +154,29 @@ def test_abort_of_an_unknown_or_finished_request_says_nothing() -> None:
     driver.core.abort("nobody")
     driver.core.step()
     assert len(driver.deltas["a"]) == told
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_put_back_at_any_point_changes_nothing(overlap: bool, prefix_caching: bool) -> None:
+    sizes = limits(max_num_batched_tokens=8, max_num_seqs=4)
+    requests = [
+        request("scored", list(range(2, 45)), max_tokens=0, prompt_logprobs=2),
+        request("continued", list(range(3, 45)), max_tokens=9, prompt_logprobs=0, logprobs=1, ignore_eos=True),
+        request("plain", list(range(4, 45)), max_tokens=9, min_tokens=4),
+    ]
+    for when in range(1, 20, 3):
+        for victim in requests:
+            driver = Driver(sizes, overlap=overlap, prefix_caching=prefix_caching)
+            for one in requests:
+                driver.add(one)
+            for _ in range(when):
+                driver.core.step()
+            sequence = driver.roster.find(victim.request_id)
+            if sequence is not None and isinstance(sequence.state, Prefilling | Decoding):
+                driver.roster.put_back(sequence)
+            driver.finish()
+            driver.check(requests)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -131,13 +131,55 @@ def test_a_put_back_sequence_finds_its_pages_if_nobody_took_them() -> None:
     assert driver.deltas["b"][-1].num_cached_tokens == 0, "what it computed itself is not reuse of its prompt"
 
 
-def test_admission_leaves_room_for_those_that_run() -> None:
+def test_admission_leaves_a_page_for_each_that_decodes() -> None:
     bench = Bench(limits(num_pages=25, max_num_seqs=4))
-    bench.add(long("a", 60), long("b", 50), long("c", 4))
-    for _ in range(6):
-        schedule = bench.step()
-    assert set(bench.lens(schedule)) == {"a"}, "b would need more than what is left, c does not pass it"
+    bench.add(long("a", 57))
+    for _ in range(2):
+        bench.step()
+    assert bench.roster.table.num_available == 9
+    bench.add(long("b", 36), long("c", 4))
+    assert set(bench.lens(bench.step())) == {"a"}, "b would fill the pool; c does not pass it"
     assert bench.roster.counters.num_preemptions == 0
+
+
+def test_admission_counts_cached_pages_it_would_bring_into_use() -> None:
+    bench = Bench(limits(num_pages=25, max_num_seqs=4))
+    bench.add(request("first", list(range(2, 42)), max_tokens=1))
+    for _ in range(2):
+        bench.step()
+    bench.add(long("a", 44))
+    for _ in range(2):
+        bench.step()
+    table = bench.roster.table
+    assert (table.num_available, table.cache.num_idle) == (13, 10)
+    bench.add(request("again", list(range(2, 52)), max_tokens=9))
+    assert set(bench.lens(bench.step())) == {"a"}, "10 idle pages and 3 more would leave none for a"
+
+
+def test_a_chunk_may_put_back_a_row_of_its_own_step() -> None:
+    bench = Bench(limits(num_pages=40, max_num_seqs=3, max_num_batched_tokens=10))
+    bench.add(long("low", 6, priority=1))
+    bench.step()
+    bench.add(long("a", 40))
+    bench.step()
+    pool = bench.roster.table.pool
+    hidden = pool.take(pool.num_free)
+    assert bench.lens(bench.step()) == {"a": 9}, "in the pages of low, whose row is gone"
+    pool.give(hidden)
+    assert bench.roster.counters.num_preemptions == 1
+    assert bench.lens(bench.step()) == {"a": 10}
+
+
+def test_nobody_is_admitted_in_a_step_that_puts_back() -> None:
+    bench = Bench(limits(num_pages=40, max_num_seqs=2))
+    bench.add(long("a", 8), long("low", 8, priority=1))
+    bench.step()
+    bench.add(request("tiny", [2, 3]))
+    pool = bench.roster.table.pool
+    hidden = pool.take(pool.num_free - 1)  # both decode into a new page now
+    assert bench.lens(bench.step()) == {"a": 1}
+    assert bench.lens(bench.step()) == {"a": 1, "tiny": 2}
+    pool.give(hidden)
 
 
 def test_a_long_prompt_that_waits_for_room_is_not_looked_up_in_every_step() -> None:

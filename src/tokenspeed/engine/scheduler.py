@@ -71,7 +71,8 @@ class Scheduler:
         """Prefill chunks by rank, of admitted and of newly admitted sequences.
 
         Args:
-          put_back: sequences put back before this schedule; once there are more, nobody is admitted in it.
+          put_back: sequences put back before this schedule. Once there are more, nobody is admitted in it: whoever
+            lost pages here would only lose them again, and its token may still be in flight.
         """
         roster = self._roster
         prefilling = deque(roster.prefilling)
@@ -93,12 +94,15 @@ class Scheduler:
         return chunks
 
     def _admit(self, head: Sequence) -> bool:
-        """Admits the first waiting sequence if its known ids fit beside what the running ones will soon need."""
+        """Admits the first waiting sequence if its known ids fit beside one more page for each that decodes.
+
+        With less room it would soon be put back.
+        """
         roster, table = self._roster, self._roster.table
         if table.num_free_slots == 0:
             return False
         alone = roster.num_running == 0
-        spare = table.num_available - self._promised_pages()
+        spare = table.num_available - int(np.count_nonzero(roster.slots.decoding))
         if not alone and self._refused_before(head, spare):
             return False
         shared = table.match(head.ids, head.request.cache_salt, head.num_reusable // self._page_size)
@@ -116,15 +120,6 @@ class Scheduler:
             return False
         sequence, least, when = self._refused
         return sequence is head and spare <= least and self._num_schedules < when + _RETRY_STEPS
-
-    def _promised_pages(self) -> int:
-        """Pages that prefilling sequences still lack, and the next one of each decoding sequence."""
-        slots, table = self._roster.slots, self._roster.table
-        lacking = sum(
-            self._num_pages(int(slots.num_ids[slot])) - int(table.num_pages[slot])
-            for slot in map(_slot, self._roster.prefilling)
-        )
-        return lacking + int(np.count_nonzero(slots.decoding))
 
     def _chunk(self, sequence: Sequence, budget: int) -> _Chunk | None:
         """The next ids of a prefilling sequence, as many as budget and pages allow."""
@@ -206,9 +201,3 @@ class Scheduler:
                 scores.append(PromptScore(row, int(cu_q_lens[row]) + first - start, targets))
                 sequence.num_scored = last
         return tuple(scores)
-
-
-def _slot(sequence: Sequence) -> int:
-    state = sequence.state
-    assert isinstance(state, Prefilling)
-    return state.lease.slot
