@@ -216,38 +216,19 @@ def _activation(fields: Fields, family: Family) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _text_values(values: Mapping[str, object], source: str) -> dict[str, object]:
-    """Lifts a multimodal model's `text_config` to the top, where its other keys are those of vision."""
-    fields = Fields(values, source)
-    inner = fields.section("text_config")
-    if inner is None:
-        return dict(values)
-    outer = {
-        key: values[key]
-        for key in (
-            "architectures",
-            "eos_token_id",
-            "bos_token_id",
-            "tie_word_embeddings",
-            "dtype",
-            "torch_dtype",
-            "quantization_config",
-        )
-        if values.get(key) is not None
-    }
-    return {**inner.values, **outer}
+_OUTER = ("architectures", "eos_token_id", "bos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+"""Keys that a multimodal model's config has for all of it; they go before those of its `text_config`."""
 
 
-def _apply(values: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """`overrides` in place of `values`; a `text_config` is merged key by key, anything else replaced."""
-    merged = {**values, **overrides}
-    old, new = values.get("text_config"), overrides.get("text_config")
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        merged["text_config"] = {**cast(Mapping[str, object], old), **cast(Mapping[str, object], new)}
-    elif isinstance(old, Mapping):
-        inner = {key: value for key, value in overrides.items() if key in old}
-        merged["text_config"] = {**cast(Mapping[str, object], old), **inner}
-    return merged
+def _merged(values: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """The language model's config with `overrides` in place; a multimodal model's `text_config` is lifted to the top."""
+    text = values.get("text_config")
+    if not isinstance(text, Mapping):
+        return {**values, **overrides}
+    outer = {key: values[key] for key in (*_OUTER, "quantization_config") if values.get(key) is not None}
+    named = overrides.get("text_config")
+    own = cast(Mapping[str, object], named) if isinstance(named, Mapping) else {}
+    return {**cast(Mapping[str, object], text), **own, **outer, **overrides}
 
 
 def model_config(
@@ -265,7 +246,7 @@ def model_config(
       ConfigError: the architecture, a setting or a value is not supported, or an override names a key that this
         architecture does not read.
     """
-    merged = _text_values(_apply(values, overrides), source)
+    merged = _merged(values, overrides)
     family = _family(Fields(merged, source))
     fields = Fields({**_COMMON, **family.defaults, **merged}, source)
     try:
