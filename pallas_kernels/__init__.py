@@ -3,6 +3,7 @@
 Importable alone; knows nothing of the engine that uses it.
 """
 
+from pallas_kernels import attention
 from pallas_kernels.registry import Choice, Kernel, explain, names, register, select
 
-__all__ = ["Choice", "Kernel", "explain", "names", "register", "select"]
+__all__ = ["Choice", "Kernel", "attention", "explain", "names", "register", "select"]

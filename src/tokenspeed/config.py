@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2"
 Activation = Literal["silu", "gelu_tanh"]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class EngineConfig:
     revision: str | None = None
     load_format: LoadFormat = "auto"
     dtype: Dtype = "auto"
-    """auto: on a GPU the checkpoint's (float32 becomes bfloat16); on a CPU int8 for GGUF where its kernel can be built, else float32."""
+    """auto: on a GPU the checkpoint's (float32 becomes bfloat16); on a CPU float32, with GGUF weights kept packed where the kernels for that can be built."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None: the model's own limit (on a CPU at most 8192)."""
     gpu_memory_utilization: float = 0.92

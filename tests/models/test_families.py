@@ -20,6 +20,7 @@ from tokenspeed.weights.checkpoint import open_checkpoint
 
 PAGE = 16
 PAGES_PER_ROW = 5
+TOKENS = 80
 TOLERANCE = 1e-4
 
 
@@ -42,27 +43,35 @@ class Forward:
         )
 
     def __call__(self, rows: list[tuple[int, np.ndarray, int, int]]) -> list[np.ndarray]:
-        """Rows of (row, ids, start position, prompt length) -> each row's logits [len(ids), V]. Padded with one row."""
+        """Rows of (row, ids, start position, prompt length) -> each row's logits [len(ids), V]. Two shapes in all."""
         lengths = [len(ids) for _, ids, _, _ in rows]
         decode = all(length == 1 for length in lengths)
-        padding = 1 if decode else 3
-        concat = lambda parts: np.concatenate([*parts, np.zeros(padding)]).astype(np.int32)  # noqa: E731
-        positions = concat([start + np.arange(len(ids)) for _, ids, start, _ in rows])
-        owners = concat([np.full(len(ids), row) for row, ids, _, _ in rows])
-        pages = self.table[owners, positions // PAGE]
-        pages[len(pages) - padding :] = 0
-        cu_q_lens = np.concatenate([[0], np.cumsum(lengths), [sum(lengths)]]).astype(np.int32)
+        T = B = len(self.table) + 1
+        if not decode:
+            T = TOKENS
+
+        def flat(parts: list[np.ndarray], size: int) -> np.ndarray:
+            joined = np.concatenate(parts).astype(np.int32)
+            return np.concatenate([joined, np.zeros(size - len(joined), np.int32)])
+
+        positions = flat([start + np.arange(len(ids)) for _, ids, start, _ in rows], T)
+        owners = flat([np.full(len(ids), row) for row, ids, _, _ in rows], T)
+        pages = np.where(np.arange(T) < sum(lengths), self.table[owners, positions // PAGE], 0)
+        table = np.zeros((B, PAGES_PER_ROW), np.int32)
+        table[: len(rows)] = [self.table[row] for row, *_ in rows]
+        cu_q_lens = np.full(B + 1, sum(lengths), np.int32)
+        cu_q_lens[: len(rows) + 1] = np.cumsum([0, *lengths])
         batch = TokenBatch(
-            token_ids=concat([ids for _, ids, _, _ in rows]),
+            token_ids=flat([ids for _, ids, _, _ in rows], T),
             positions=positions,
-            prompt_lens=concat([np.full(len(ids), prompt) for _, ids, _, prompt in rows]),
+            prompt_lens=flat([np.full(len(ids), prompt) for _, ids, _, prompt in rows], T),
             pages=pages,
             offsets=positions % PAGE,
-            page_table=np.stack([*(self.table[row] for row, *_ in rows), np.zeros(PAGES_PER_ROW, np.int32)]),
-            kv_lens=np.asarray([*(start + len(ids) for _, ids, start, _ in rows), 0], np.int32),
-            cu_q_lens=cu_q_lens if not decode else np.arange(len(rows) + 2, dtype=np.int32),
+            page_table=table,
+            kv_lens=flat([np.asarray([start + len(ids)]) for _, ids, start, _ in rows], B),
+            cu_q_lens=np.arange(B + 1, dtype=np.int32) if decode else cu_q_lens,
             num_seqs=np.asarray([len(rows)], np.int32),
-            max_q_len=1 if decode else len(positions),
+            max_q_len=1 if decode else T,
             kernels=self.kernels,
         )
         logits, self.cache = _run(self.config, self.weights, self.cache, batch)

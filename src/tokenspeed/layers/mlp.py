@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tokenspeed.config import Activation
 
 
-def gate(gate_up: jax.Array, activation: Activation) -> jax.Array:
+def gated(gate_up: jax.Array, activation: Activation) -> jax.Array:
     """act(gate) * up of a fused projection [T, 2F] whose first half is the gate (Shazeer, 2020)."""
     gates, ups = jnp.split(gate_up, 2, -1)
     wide = gates.astype(jnp.float32)

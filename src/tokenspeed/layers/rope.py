@@ -12,13 +12,15 @@ from tokenspeed.config import Rope
 
 
 def _llama3(rope: Rope, inv_freq: np.ndarray) -> np.ndarray:
-    assert rope.original_max_position_embeddings and rope.low_freq_factor and rope.high_freq_factor
-    original = rope.original_max_position_embeddings
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original is not None
+    assert low is not None
+    assert high is not None
     wavelength = 2 * math.pi / inv_freq
-    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (original / wavelength - low) / (high - low)
     mixed = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
-    scaled = np.where(wavelength > original / rope.low_freq_factor, inv_freq / rope.factor, inv_freq)
-    between = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
+    scaled = np.where(wavelength > original / low, inv_freq / rope.factor, inv_freq)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
     return np.where(between, mixed, scaled)
 
 

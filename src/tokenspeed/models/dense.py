@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from tokenspeed.config import ModelConfig
 from tokenspeed.layers.attention import Cache, TokenBatch, attention
-from tokenspeed.layers.linear import Weight, embed, linear
-from tokenspeed.layers.mlp import gate
+from tokenspeed.layers.linear import Norm, Weight, embed, linear
 from tokenspeed.layers.norm import rms_norm
 from tokenspeed.layers.rope import cos_sin, rotate
 from tokenspeed.weights.param import Param
@@ -41,8 +40,9 @@ def _layer_params(config: ModelConfig, layer: int) -> dict[str, Param]:
     qkv = tuple(f"{source}self_attn.{part}_proj" for part in "qkv")
     gate_up = tuple(f"{source}mlp.{part}_proj" for part in ("gate", "up"))
 
-    def matmul(shape: tuple[int, int], axes: tuple[str, str], parts: tuple[str, ...]) -> Param:
-        return Param(shape=shape, axes=axes, checkpoint=tuple(f"{part}.weight" for part in parts), matmul=True)
+    def matmul(shape: tuple[int, int], axes: tuple[str, str], parts: tuple[str, ...], *, gated: bool = False) -> Param:
+        names = tuple(f"{part}.weight" for part in parts)
+        return Param(shape=shape, axes=axes, checkpoint=names, matmul=True, gated=gated)
 
     def bias(size: int, axis: str, parts: tuple[str, ...]) -> Param:
         return Param(shape=(size,), axes=(axis,), checkpoint=tuple(f"{part}.bias" for part in parts))
@@ -53,7 +53,7 @@ def _layer_params(config: ModelConfig, layer: int) -> dict[str, Param]:
         "qkv": matmul((N + 2 * K, D), ("N", "D"), qkv),
         "out": matmul((D, N), ("D", "N"), (f"{source}self_attn.o_proj",)),
         "mlp_norm": _norm(config, f"{source}{after_attention}.weight", D, "D"),
-        "gate_up": matmul((2 * F, D), ("F", "D"), gate_up),
+        "gate_up": matmul((2 * F, D), ("F", "D"), gate_up, gated=True),
         "down": matmul((D, F), ("D", "F"), (f"{source}mlp.down_proj",)),
     }
     if config.attention_bias:
@@ -100,25 +100,33 @@ def _layer(
     """One decoder layer on x [T, D]. Jitted so that layers of one kind are traced once."""
     T = x.shape[0]
     H, N, K = config.head_dim, config.num_heads, config.num_kv_heads
-    norm = partial(rms_norm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
+    normed = partial(rms_norm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
+
+    def add(name: str, value: jax.Array) -> jax.Array:
+        """x plus a projection of value, whose own norm comes between where the family has one."""
+        weight, bias = weights[name], weights.get(f"{name}_bias")
+        if not config.sandwich_norms:
+            return linear(value, weight, bias=bias, residual=x)
+        after = "attention_out_norm" if name == "out" else "mlp_out_norm"
+        return x + normed(linear(value, weight, bias=bias), weights[after])
 
     with jax.named_scope("attention"):
-        qkv = linear(norm(x, weights["attention_norm"]), weights["qkv"], weights.get("qkv_bias"))
+        before = Norm(weights["attention_norm"], config.rms_norm_eps, config.norm_plus_one)
+        qkv = linear(x, weights["qkv"], norm=before, bias=weights.get("qkv_bias"))
         q, k, v = jnp.split(qkv.reshape(T, N + 2 * K, H), (N, N + K), axis=1)
         if config.qk_norm:
-            q, k = norm(q, weights["q_norm"]), norm(k, weights["k_norm"])
+            q, k = normed(q, weights["q_norm"]), normed(k, weights["k_norm"])
         q, k = rotate(q, *cos_and_sin), rotate(k, *cos_and_sin)
         scale = H**-0.5 if config.attention_scale is None else config.attention_scale
         attended, cache = attention(
             q, k, v, cache, batch, scale=scale, sliding_window=window, soft_cap=config.attention_soft_cap
         )
-        attended = linear(attended.reshape(T, N * H), weights["out"], weights.get("out_bias"))
-        x = x + (norm(attended, weights["attention_out_norm"]) if config.sandwich_norms else attended)
+        x = add("out", attended.reshape(T, N * H))
 
     with jax.named_scope("mlp"):
-        gate_up = linear(norm(x, weights["mlp_norm"]), weights["gate_up"], weights.get("gate_up_bias"))
-        fed = linear(gate(gate_up, config.activation), weights["down"], weights.get("down_bias"))
-        x = x + (norm(fed, weights["mlp_out_norm"]) if config.sandwich_norms else fed)
+        before = Norm(weights["mlp_norm"], config.rms_norm_eps, config.norm_plus_one)
+        fed = linear(x, weights["gate_up"], norm=before, bias=weights.get("gate_up_bias"), gate=config.activation)
+        x = add("down", fed)
     return x, cache
 
 
@@ -155,7 +163,8 @@ def forward(
 def logits(config: ModelConfig, weights: Weights, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [B, D] -> float32 logits [B, V]."""
     with jax.named_scope("head"):
-        normed = rms_norm(hidden, weights["norm"], eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
-        out = linear(normed, weights["embedding" if config.tie_word_embeddings else "head"]).astype(jnp.float32)
+        norm = Norm(weights["norm"], config.rms_norm_eps, config.norm_plus_one)
+        table = weights["embedding" if config.tie_word_embeddings else "head"]
+        out = linear(hidden, table, norm=norm).astype(jnp.float32)
         cap = config.final_soft_cap
         return out if cap is None else cap * jnp.tanh(out / cap)

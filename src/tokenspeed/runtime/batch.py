@@ -55,7 +55,9 @@ def pack(schedule: Schedule, bucket: Bucket, padding_slot: int) -> np.ndarray:
     num_rows, num_tokens = schedule.num_rows, schedule.num_tokens
     page_updates = schedule.page_updates if U else schedule.page_updates[:0]
     num_updates = len(page_updates)
-    assert num_rows <= B and num_updates <= U and (not T or num_tokens <= T), (schedule, bucket)
+    assert num_rows <= B, (num_rows, bucket)
+    assert num_updates <= U, (num_updates, bucket)
+    assert not T or num_tokens <= T, (num_tokens, bucket)
     packed = np.zeros(sum(bucket.sizes), np.int32)
     fields = np.split(packed, np.cumsum(bucket.sizes)[:-1])
     token_ids, positions, cu_q_lens, kv_lens, slots, samples, output_positions, updates, scalars = fields

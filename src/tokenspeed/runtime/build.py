@@ -9,17 +9,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels import select
-from pallas_kernels import attention as _attention_kernels  # noqa: F401  registers
 
+from pallas_kernels import cpu, select
 from tokenspeed.config import EngineConfig, ModelConfig, environment
 from tokenspeed.layers.attention import AttentionKernels
+from tokenspeed.layers.linear import PackedWeight, packed
 from tokenspeed.models import dense
 from tokenspeed.runtime.model_runner import ModelRunner, temporary_bytes
 from tokenspeed.runtime.step import StepModel
 from tokenspeed.types import ConfigError, RunnerLimits
 from tokenspeed.weights import load
-from tokenspeed.weights.checkpoint import Checkpoint
+from tokenspeed.weights.checkpoint import Checkpoint, QuantizedTensor
+from tokenspeed.weights.param import Param
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,21 @@ def _sized(config: EngineConfig, limits: RunnerLimits, page_bytes: int, budget: 
     return limits._replace(num_pages=pages, max_model_len=longest)
 
 
+def _pack(param: Param, tensor: QuantizedTensor) -> PackedWeight | None:
+    return packed(*tensor, gated=param.gated)
+
+
+def _packing(config: EngineConfig, platform: str) -> Callable[[Param, QuantizedTensor], PackedWeight | None] | None:
+    """How matrices stored in few bits are kept: packed on a CPU whose kernels can be built, unless a dtype was asked for."""
+    if config.dtype != "auto" or platform != "cpu":
+        return None
+    reason = cpu.load(environment().home / "kernels")
+    if reason is not None:
+        log.warning("weights are unpacked to float32, since the CPU kernels cannot be built: %s", reason)
+        return None
+    return _pack
+
+
 def build_runner(
     config: EngineConfig, checkpoint: Checkpoint, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> ModelRunner:
@@ -135,14 +151,13 @@ def build_runner(
         vocab_size=model.vocab_size,
     )
     case = {"platform": device.platform, "dtype": str(dtype), "head_dim": model.head_dim, "page_size": page_size}
-    kernels = AttentionKernels(
-        attend=select("paged_attention", **case).fn, write=select("write_kv", **case).fn
-    )
+    kernels = AttentionKernels(attend=select("paged_attention", **case).fn, write=select("write_kv", **case).fn)
     declared = dense.params(model)
     if config.load_format == "dummy":
         weights = load.random(declared, dtype, device, config.seed)
     else:
-        weights = load.load(declared, checkpoint, dtype, device, progress=config.progress)
+        pack = _packing(config, device.platform)
+        weights = load.load(declared, checkpoint, dtype, device, pack=pack, progress=config.progress)
     step_model = StepModel(config=model, dtype=dtype, kernels=kernels)
     budget = _cache_budget(
         config, device, lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.min_rows)

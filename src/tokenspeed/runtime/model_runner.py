@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
-from tokenspeed.models import dense
+from tokenspeed.layers.linear import PackedWeight
 from tokenspeed.runtime import state as device_state
 from tokenspeed.runtime import step
 from tokenspeed.runtime.batch import Bucket, pack
@@ -269,6 +269,13 @@ class ModelRunner:
             self._state = tuple(jax.tree.leaves(jax.jit(zeros)()))
             self._slot_rows = SlotRows(model.config.vocab_size)
         self._compiles = CompileCounter()
+        packed = any(isinstance(weight, PackedWeight) for weight in weights.values())
+        self.facts: dict[str, str] = {
+            "device": f"{device.platform} {device.device_kind}",
+            "dtype": f"{model.dtype}{', packed weights' if packed else ''}",
+            "kv_cache": f"{limits.num_pages} pages of {limits.page_size} tokens, {cache_dtype}",
+            "attention": model.kernels.attend.__module__,
+        }
 
     @property
     def num_compiles(self) -> int:

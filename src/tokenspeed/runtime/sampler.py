@@ -177,7 +177,7 @@ def sample(logits: jax.Array, state: SamplingState, slots: jax.Array, output_pos
 
 def score(logits: jax.Array, ids: jax.Array) -> Scores:
     """Log-probabilities of ids [R] under raw logits [R, V], their ranks, and the 20 most likely ids."""
-    R, V = logits.shape
+    V = logits.shape[1]
     total = jax.nn.logsumexp(logits, -1)
     chosen = jnp.take_along_axis(logits, ids[:, None], 1)
     width = min(MAX_LOGPROBS, V)

@@ -15,6 +15,7 @@ class Param:
       checkpoint: Hugging Face names of the parts, joined along the first dimension.
       scale: standard deviation of the random init around `mean`.
       matmul: whether it is the right operand of a matmul (or the embedding), which may be kept packed.
+      gated: whether its first half gates its second (a fused gate and up projection).
     """
 
     shape: tuple[int, ...]
@@ -23,3 +24,4 @@ class Param:
     scale: float = 0.02
     mean: float = 0.0
     matmul: bool = False
+    gated: bool = False
