@@ -331,8 +331,6 @@ class Schedule(NamedTuple):
     prompt_scores: tuple[PromptScore, ...]
     wants_logprobs: bool
     """Whether any sampling row asked for log-probabilities."""
-    page_copies: np.ndarray
-    """int32 [C, 2]: (source, target) pages copied before the step runs."""
 
     @property
     def num_tokens(self) -> int:

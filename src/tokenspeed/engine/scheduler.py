@@ -39,7 +39,6 @@ class Scheduler:
         self._num_schedules = 0
         self._page_size = roster.limits.page_size
         self._arange = np.arange(roster.limits.max_num_seqs + 1, dtype=np.int32)
-        self._no_copies = np.empty((0, 2), np.int32)
         self._refused: tuple[Sequence, int, int] | None = None
 
     def schedule(self) -> Schedule | None:
@@ -177,7 +176,6 @@ class Scheduler:
             new_slots=tuple(roster.new_slots),
             prompt_scores=self._prompt_scores(chunks, cu_q_lens, num_decodes),
             wants_logprobs=bool((slots.wants_logprobs[all_slots] & samples).any()),
-            page_copies=self._no_copies,
         )
         roster.new_slots.clear()
         self._num_schedules += 1
