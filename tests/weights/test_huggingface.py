@@ -16,7 +16,7 @@ from tokenspeed.weights.huggingface import HuggingFaceCheckpoint
 Tensors = dict[str, np.ndarray]
 
 
-def _tensors(*names: str) -> Tensors:
+def random_tensors(*names: str) -> Tensors:
     rng = np.random.default_rng(len(names))
     return {name: rng.normal(size=(6, 4)).astype(ml_dtypes.bfloat16) for name in names}
 
@@ -48,7 +48,7 @@ def checkpoint(folder: Path) -> HuggingFaceCheckpoint:
 
 @pytest.mark.parametrize("shards", [None, TWO_SHARDS], ids=["whole", "sharded"])
 def test_tensors_come_as_they_are_stored(tmp_path: Path, shards: dict[str, list[str]] | None) -> None:
-    tensors = _tensors(*NAMES)
+    tensors = random_tensors(*NAMES)
     tensors[NAMES[2]] = np.arange(4, dtype=np.float32)
     tensors[NAMES[1]] = tensors[NAMES[1]].astype(np.float16)
     read = checkpoint(write(tmp_path, tensors, shards))
@@ -66,7 +66,7 @@ def test_tensors_come_as_they_are_stored(tmp_path: Path, shards: dict[str, list[
 
 @pytest.mark.parametrize("shards", [None, TWO_SHARDS], ids=["whole", "sharded"])
 def test_a_file_cut_anywhere_is_refused_with_its_name(tmp_path: Path, shards: dict[str, list[str]] | None) -> None:
-    folder = write(tmp_path, _tensors(*NAMES), shards)
+    folder = write(tmp_path, random_tensors(*NAMES), shards)
     file = sorted(folder.glob("*.safetensors"))[-1]
     whole = file.read_bytes()
     for size in range(0, len(whole), 5):
@@ -76,7 +76,7 @@ def test_a_file_cut_anywhere_is_refused_with_its_name(tmp_path: Path, shards: di
 
 
 def test_damage_never_ends_in_another_error(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES))
+    folder = write(tmp_path, random_tensors(*NAMES))
     whole = (folder / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     rng = np.random.default_rng(0)
@@ -96,9 +96,9 @@ def test_damage_never_ends_in_another_error(tmp_path: Path) -> None:
 
 
 def test_shards_are_held_to_their_index(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES), TWO_SHARDS)
+    folder = write(tmp_path, random_tensors(*NAMES), TWO_SHARDS)
     second = folder / "model-00002-of-00002.safetensors"
-    save_file(_tensors("model.other.weight"), second)
+    save_file(random_tensors("model.other.weight"), second)
     with pytest.raises(
         ConfigError, match=r"00002-of-00002\.safetensors lacks model\.norm\.weight, which .*index\.json says"
     ):
@@ -115,7 +115,7 @@ def test_shards_are_held_to_their_index(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES))
+    folder = write(tmp_path, random_tensors(*NAMES))
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json$"):
         checkpoint(folder)
@@ -134,7 +134,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_not_floats_are_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES) | {"model.layers.0.mlp.up_proj.weight": np.ones((2, 2), np.int8)})
+    folder = write(tmp_path, random_tensors(*NAMES) | {"model.layers.0.mlp.up_proj.weight": np.ones((2, 2), np.int8)})
     with pytest.raises(ConfigError, match=r"model\.safetensors stores model\.layers\.0\.mlp\.up_proj\.weight as I8"):
         checkpoint(folder)
 
@@ -153,7 +153,7 @@ def test_tensors_that_are_not_floats_are_named(tmp_path: Path) -> None:
     ids=["transformers 4", "transformers 5"],
 )
 def test_only_the_language_model_of_a_multimodal_checkpoint_is_seen(tmp_path: Path, names: tuple[str, ...]) -> None:
-    tensors = _tensors(*names)
+    tensors = random_tensors(*names)
     read = checkpoint(write(tmp_path, tensors, config=GEMMA3_4B))
     assert read.names() == {"model.norm.weight", "lm_head.weight"}
     np.testing.assert_array_equal(read.read("model.norm.weight"), tensors[names[0]])
@@ -161,7 +161,7 @@ def test_only_the_language_model_of_a_multimodal_checkpoint_is_seen(tmp_path: Pa
 
 
 def test_generation_config_adds_end_ids_and_defaults(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES))
+    folder = write(tmp_path, random_tensors(*NAMES))
     assert checkpoint(folder).generation == GenerationDefaults()
     (folder / "generation_config.json").write_text('{"eos_token_id": [151645, 151643], "top_p": 0.8}')
     read = checkpoint(folder)
@@ -170,7 +170,7 @@ def test_generation_config_adds_end_ids_and_defaults(tmp_path: Path) -> None:
 
 
 def test_the_config_is_enough_where_weights_are_not_wanted(tmp_path: Path) -> None:
-    folder = write(tmp_path, _tensors(*NAMES))
+    folder = write(tmp_path, random_tensors(*NAMES))
     (folder / "model.safetensors").unlink()
     read = HuggingFaceCheckpoint(folder, {"num_hidden_layers": 3}, config_only=True)
     assert (read.config.num_layers, read.names()) == (3, frozenset())

@@ -49,10 +49,11 @@ class Checkpoint(Protocol):
 
 def _only_gguf(folder: Path) -> Path:
     files = sorted(folder.glob("*.gguf"))
-    if len(files) != 1:
-        found = f"{len(files)} .gguf files; give the path of one" if files else f"neither {CONFIG} nor a .gguf file"
-        raise ConfigError(f"{folder} holds {found}")
-    return files[0]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(f"{folder} holds {len(files)} .gguf files; give the path of one")
+    raise ConfigError(f"{folder} holds no .gguf file" + ("" if (folder / CONFIG).exists() else f" and no {CONFIG}"))
 
 
 def _open(path: Path, config: EngineConfig) -> Checkpoint:
