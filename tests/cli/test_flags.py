@@ -8,13 +8,13 @@ import itertools
 import msgspec
 import pytest
 
-from tokenspeed.cli.flags import ENGINE, SAMPLING, SERVER
+from tokenspeed.cli.flags import SAMPLES, SAMPLING, SERVER
 from tokenspeed.cli.kinds import Absent, Flag, Holds
 from tokenspeed.cli.parser import Parser
 from tokenspeed.config import EngineConfig, ServerConfig
 from tokenspeed.types import ConfigError, SamplingParams
 
-GROUPS = {**SERVER, "sampling": SAMPLING}
+GROUPS = {**SERVER, "sampling": (*SAMPLES, *SAMPLING)}
 FLAGS: list[Flag] = list(itertools.chain(*GROUPS.values()))
 PARSER = Parser("serve", "Serves.", GROUPS)
 
@@ -35,10 +35,45 @@ def test_no_name_is_given_twice() -> None:
 
 def test_flags_make_configurations() -> None:
     given = PARSER.read(
-        "--model m --context-length 4K --mem-fraction-static 0.5 --page-size 32 --chunked-prefill-size 512"
-        " --disable-radix-cache --disable-overlap-schedule --disable-cuda-graph --random-seed 3"
-        " --sampling-defaults openai --kv-cache-memory-bytes 1G --no-use-tqdm-on-load --port 0 --api-key a --api-key b"
-        " --disable-uvicorn-access-log --temperature 0 --stop a b --stop-token-ids 1,2 3 --max-new-tokens 1k".split()
+        [
+            "--model",
+            "m",
+            "--context-length",
+            "4K",
+            "--mem-fraction-static",
+            "0.5",
+            "--page-size",
+            "32",
+            "--chunked-prefill-size",
+            "512",
+            "--disable-radix-cache",
+            "--disable-overlap-schedule",
+            "--disable-cuda-graph",
+            "--random-seed",
+            "3",
+            "--sampling-defaults",
+            "openai",
+            "--kv-cache-memory-bytes",
+            "1G",
+            "--no-use-tqdm-on-load",
+            "--port",
+            "0",
+            "--api-key",
+            "a",
+            "--api-key",
+            "b",
+            "--disable-uvicorn-access-log",
+            "--temperature",
+            "0",
+            "--stop",
+            "a",
+            "b",
+            "--stop-token-ids",
+            "1,2",
+            "3",
+            "--max-new-tokens",
+            "1k",
+        ]
     )
     assert EngineConfig(**given.part("engine")) == EngineConfig(
         model="m",

@@ -166,7 +166,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match="--config /nowhere.yaml cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"--config /nowhere\.yaml cannot be read: No such file"):
         PARSER.read(["--config", "/nowhere.yaml"])
 
 

@@ -142,7 +142,9 @@ _ENGINE_FLAGS: tuple[Flag, ...] = (
     Absent("--lora-modules --lora-paths", "there are no adapters"),
     Absent("--max-loras --max-loras-per-batch", "there are no adapters"),
     Absent("--max-lora-rank", "there are no adapters"),
-    Absent("--scheduling-policy --schedule-policy", "requests run in order of arrival", holds=("fcfs",)),
+    Absent(
+        "--scheduling-policy --schedule-policy", "requests run by priority, then by arrival", holds=("fcfs", "priority")
+    ),
     Absent("--logprobs-mode", "log-probabilities are those of the raw logits", holds=("raw_logprobs",)),
     Absent("--max-logprobs", "at most 20 alternatives are reported", holds=("20",)),
 )
@@ -252,7 +254,6 @@ SAMPLING: tuple[Flag, ...] = (
     Value("sampling.logit_bias", "--logit-bias", 'JSON such as {"42": -5}', parse=biases),
     Many("sampling.allowed_token_ids", "--allowed-token-ids", "the only ids to choose from, 1,2,3", parse=token_ids),
     Many("sampling.banned_token_ids", "--banned-token-ids", "ids never chosen, 1,2,3", parse=token_ids),
-    Value("sampling.n", "-n --n", "samples a prompt", parse=int),
     Value("sampling.seed", "--sampling-seed", "of the first sample; --seed is the engine's", parse=int),
     Many("sampling.stop", "--stop", "strings that end the output"),
     Many("sampling.stop_token_ids", "--stop-token-ids", "ids that end the output, 1,2,3", parse=token_ids),
@@ -270,9 +271,14 @@ SAMPLING: tuple[Flag, ...] = (
         "show special tokens in the text",
         shown="off",
     ),
+)
+
+SAMPLES: tuple[Flag, ...] = (
+    Value("sampling.n", "-n --n", "samples a prompt", parse=int),
     Value("sampling.logprobs", "--logprobs", "alternatives reported a token, with --json", parse=int),
     Value("sampling.prompt_logprobs", "--prompt-logprobs", "the same for the prompt", parse=int),
 )
+"""Sampling of which a plain text can show nothing, or more than one."""
 
 ENGINE: dict[str, tuple[Flag, ...]] = {"model": _MODEL, "memory and batching": _ENGINE_FLAGS}
 SERVER: dict[str, tuple[Flag, ...]] = {**ENGINE, "server": _HTTP}

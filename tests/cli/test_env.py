@@ -1,0 +1,40 @@
+"""What `tokenspeed env` reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+
+from tokenspeed.cli.env import as_text, make_report, run
+
+
+def test_the_report_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENSPEED_HOME", str(tmp_path))
+    (tmp_path / "compiled").mkdir()
+    (tmp_path / "compiled" / "program").write_bytes(bytes(3 << 20))
+    report = make_report()
+    assert str(report["python"]).startswith(platform.python_version())
+    assert report["packages"]["jax"] == jax.__version__  # pyright: ignore[reportArgumentType]
+    assert len(report["devices"]) == jax.local_device_count()
+    assert report["cache"] == {"folder": str(tmp_path), "compiled": "3.0 MiB"}
+    assert set(report["compilers"]) & {"c++", "g++", "clang++", "none"}
+    assert {"paged_attention", "write_kv"} <= set(report["kernels"])
+
+
+def test_json_and_text_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == make_report()
+    assert run([]) == 0
+    assert capsys.readouterr().out == as_text(report) + "\n"
+    assert f"  jax: {jax.__version__}" in as_text(report)
+
+
+def test_a_machine_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert make_report()["compilers"] == {"none": "the path has no compiler"}
