@@ -117,6 +117,19 @@ def test_scoring_alone_ends_with_the_prompt(put_back: bool) -> None:
     assert bench.roster.num_live == 0
 
 
+def test_a_late_chunk_that_is_not_the_last_ends_nothing() -> None:
+    bench = Bench(request("a", list(range(2, 42)), max_tokens=0, prompt_logprobs=1))
+    bench.schedule()
+    bench.put_back("a")
+    assert bench.commit(NO_TOKEN) == []
+    assert bench.roster.num_waiting == 1
+    bench.schedule()
+    bench.schedule()
+    again, rest = (step.schedule.prompt_scores for step in bench.roster.in_flight)
+    assert again == (), "the first 32 were scored"
+    assert [len(asked.target_ids) for asked in rest] == [7]
+
+
 def test_pages_are_shared_when_the_step_that_fills_them_is_committed() -> None:
     prompt = list(range(2, 12))
     bench = Bench(request("a", prompt, max_tokens=30, ignore_eos=True))

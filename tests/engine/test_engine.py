@@ -327,6 +327,16 @@ def test_the_next_step_is_dispatched_before_the_last_is_read(overlap: bool) -> N
     assert [len(output.deltas) for output in outputs] == [1, 1, 1], "one message a step"
 
 
+def test_stopping_leaves_no_step_in_flight() -> None:
+    runner = Recorder()
+    core = EngineCore(runner, EngineConfig(), lambda output: None)
+    core.add(request("a", [2, 3], max_tokens=9, ignore_eos=True), np.array([2, 3], np.int32))
+    assert core.step()
+    core.stop()
+    assert not core.step()
+    assert runner.events == [("dispatch", 0), ("read", 0)]
+
+
 def test_stats_tell_the_state() -> None:
     driver = Driver(limits(max_num_seqs=2), overlap=False)
     for k in range(3):
