@@ -123,8 +123,8 @@ def _top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     """Masks all but the smallest set of most likely ids whose mass reaches top_p; ties with the last one stay."""
     keys = _ordered(logits)
     probs = jax.nn.softmax(logits, -1)
-    # At 1 every id stays, whatever rounding does to the sum.
-    wanted = jnp.where(top_p >= 1, -1.0, jnp.minimum(top_p, jnp.sum(probs, -1)))
+    # At 1 no key is high enough and every id stays, whatever rounding does to the sum.
+    wanted = jnp.where(top_p >= 1, jnp.inf, jnp.minimum(top_p, jnp.sum(probs, -1)))
     mass = lambda key: jnp.sum(jnp.where(keys >= key[:, None], probs, 0), -1)  # noqa: E731
     threshold = _search(lambda key: mass(key) >= wanted, top_p.shape)
     return jnp.where(keys >= threshold[:, None], logits, NEG_INF)
