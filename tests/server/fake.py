@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenspeed.engine.client import EngineClient, Sink, check_request
@@ -69,7 +69,7 @@ class ScriptTokenizer:
         return self.token_text(token_id)
 
 
-Script = Callable[[Request], Sequence[int]]
+Script = Callable[[Request], Iterable[int]]
 """The ids a model would say to a request if nobody stopped it."""
 
 
@@ -78,7 +78,7 @@ class Running:
     """A request in the engine."""
 
     request: Request
-    ids: list[int]
+    ids: Iterator[int]
     said: int = 0
     started: bool = False
 
@@ -132,7 +132,7 @@ class ScriptEngine(EngineClient):
         check_request(request, self._limits)
         self.streams.open(request.request_id, sink)
         self.requests.append(request)
-        self._tell(Running(request, list(self.script(request))))
+        self._tell(Running(request, iter(self.script(request))))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -229,8 +229,7 @@ class ScriptEngine(EngineClient):
         )
 
     def _next(self, running: Running, ends: tuple[int, ...]) -> int:
-        while running.ids:
-            token_id = running.ids.pop(0)
+        for token_id in running.ids:
             if token_id not in ends or running.said >= running.request.sampling.min_tokens:
                 return token_id
         return ord("z")

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, cast
 import httpx
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
-from tokenspeed.text.chat_template import ChatTemplate
 
 from tests.server.fake import EOS, LIMITS, Script, ScriptEngine, ScriptTokenizer, says
 from tokenspeed.config import GenerationDefaults, ServerConfig
 from tokenspeed.server.app import create_app
 from tokenspeed.server.state import ServerState
+from tokenspeed.text.chat_template import ChatTemplate
 from tokenspeed.types import RunnerLimits
 
 MODEL = "org/script"
@@ -114,10 +114,14 @@ class Server:
                     return sample.value
         return 0.0
 
-    def connect(self, path: str, body: Mapping[str, object]) -> socket.socket:
+    def connect(self, path: str, body: Mapping[str, object], receive_buffer: int | None = None) -> socket.socket:
         """A raw connection that has sent a request."""
         data = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port))
+        connection = socket.socket()
+        connection.settimeout(10)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
@@ -150,6 +154,7 @@ def serving(
     template: ChatTemplate | None = None,
     defaults: GenerationDefaults | None = None,
     ready: bool = True,
+    send_buffer: int | None = None,
 ) -> Iterator[Server]:
     """A server whose engine says `tokens` to every request, or what `script` says."""
     tokenizer = ScriptTokenizer()
@@ -159,6 +164,8 @@ def serving(
     state = ServerState(config or ServerConfig(), engine, MODEL)
     text = FakeText(tokenizer, template, defaults or GenerationDefaults(), (EOS,))
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     server = uvicorn.Server(uvicorn.Config(create_app(state), lifespan="off", ws="none", log_level="error"))
 
     async def main() -> None:

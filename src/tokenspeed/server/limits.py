@@ -27,9 +27,9 @@ class Guard:
 
     def _check(self, headers: Headers) -> None:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        offered = [headers.get("x-api-key", "").encode()]
+        offered = [headers.get("x-api-key", "").encode("latin-1")]
         if scheme.lower() == "bearer":
-            offered.append(bearer.strip().encode())
+            offered.append(bearer.strip().encode("latin-1"))
         # A list, not a generator: `any` must not stop at the first match.
         if not any([hmac.compare_digest(key, offer) for key in self._keys for offer in offered]):
             raise HttpError(

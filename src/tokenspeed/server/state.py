@@ -60,6 +60,10 @@ class Served(NamedTuple):
     metrics: Metrics
     delivery: Delivery
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """A prompt's ids."""
+        return self.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
 
 class ServerState:
     """One server. It is loading until `serve` is called.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from tokenspeed.server.endpoint import Call
-from tokenspeed.server.openai.chat_prompt import encode_chat
+from tokenspeed.server.openai.chat_prompt import render
 from tokenspeed.server.openai.chat_writer import ChatStyle, ChatWriter
 from tokenspeed.server.openai.logprobs import TokenNames
-from tokenspeed.server.openai.prompts import engine_requests
+from tokenspeed.server.openai.prompts import check_length, engine_requests
 from tokenspeed.server.openai.protocol import ChatOptions, ChatPrompt, Message, check_refused
 from tokenspeed.server.openai.response import GenerationResponse, Head, UsageReport
 from tokenspeed.server.openai.sampling import check_logprobs, sampling_params
@@ -24,7 +24,10 @@ def answer_chat(state: ServerState, call: Call) -> ASGIApp:
     state.check_model(options.model)
     report = UsageReport.of(state, options)
     sampling = _sampling(state, served, options)
-    requests = engine_requests(served, call, options, [encode_chat(served, prompt)], sampling, "messages")
+    text = render(served, prompt)
+    check_length(text, options, served.limits, "messages")
+    ids = served.encode(text, add_special_tokens=prompt.add_special_tokens)
+    requests = engine_requests(served, call, options, [ids], sampling, "messages")
     role = state.config.response_role if prompt.add_generation_prompt else prompt.messages[-1].role
     style = ChatStyle(
         role=role,
@@ -72,4 +75,4 @@ def _echo(message: Message, role: str) -> str:
         return ""
     if isinstance(message.content, str):
         return message.content
-    return "".join(part if isinstance(part, str) else part.text or part.refusal or "" for part in message.content)
+    return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in message.content)

@@ -72,7 +72,7 @@ class ChatWriter(Writer):
         self._messages = [_Message(style.echo) for _ in range(n)]
 
     def chunks(self, piece: Piece, usage: UsageObject | UnsetType | None) -> list[msgspec.Struct]:
-        index, text = piece
+        index, text = piece.choice, piece.text
         choices = (*self._body(index, text), *_closing(index, text))
         return [*self._opening(index, usage), *(self._chunk(choice, usage) for choice in choices)]
 

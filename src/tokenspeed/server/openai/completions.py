@@ -20,6 +20,9 @@ from tokenspeed.types import InvalidRequest, SamplingParams
 MAX_PROMPTS = 1024
 """Most prompts in one request."""
 
+MAX_SAMPLES = 2048
+"""Most samples of all prompts of one request."""
+
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -32,6 +35,11 @@ def answer_completion(state: ServerState, call: Call) -> ASGIApp:
     report = UsageReport.of(state, request)
     sampling = _sampling(state, served, request)
     given = _prompts(request.prompt)
+    if len(given) * request.n > MAX_SAMPLES:
+        raise InvalidRequest(
+            f"{len(given)} prompts with n={request.n} are more than {MAX_SAMPLES} samples; send several requests",
+            param="n",
+        )
     encoded = [_encode(served, request, prompt) for prompt in given]
     requests = engine_requests(served, call, request, encoded, sampling, "prompt")
     prompts = [samples[0].prompt_ids for samples in requests]
@@ -94,7 +102,7 @@ def _encode(served: Served, request: CompletionRequest, prompt: str | list[int])
     if not isinstance(prompt, str):
         return prompt
     check_length(prompt, request, served.limits, "prompt")
-    return served.text.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+    return served.encode(prompt, add_special_tokens=request.add_special_tokens)
 
 
 def _text(served: Served, request: CompletionRequest, given: str | list[int], used: Sequence[int]) -> str:

@@ -140,19 +140,11 @@ class GenerateOptions(msgspec.Struct, kw_only=True):
     echo: bool = False
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart | str] | None = None
+    content: str | list[str | dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None

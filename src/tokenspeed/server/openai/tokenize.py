@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from tokenspeed.server.endpoint import Call, json_response
-from tokenspeed.server.openai.chat_prompt import encode_chat
+from tokenspeed.server.openai.chat_prompt import render
 from tokenspeed.server.openai.protocol import (
     DetokenizedPrompt,
     DetokenizeRequest,
@@ -25,11 +25,11 @@ def answer_tokenize(state: ServerState, call: Call) -> ASGIApp:
     if "messages" in call.body.fields:
         request = call.body.into(TokenizeChatRequest)
         state.check_model(request.model)
-        ids = encode_chat(served, request)
+        ids = served.encode(render(served, request), add_special_tokens=request.add_special_tokens)
     else:
         request = call.body.into(TokenizeRequest)
         state.check_model(request.model)
-        ids = served.text.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        ids = served.encode(request.prompt, add_special_tokens=request.add_special_tokens)
     spellings = [served.text.tokenizer.spelling(token_id) for token_id in ids] if request.return_token_strs else None
     return json_response(Tokens(len(ids), served.limits.max_model_len, list(ids), spellings))
 
@@ -39,6 +39,8 @@ def answer_detokenize(state: ServerState, call: Call) -> ASGIApp:
     check_refused(call.body)
     request = call.body.into(DetokenizeRequest)
     state.check_model(request.model)
-    return json_response(
-        DetokenizedPrompt(state.served.text.tokenizer.decode(request.tokens, skip_special_tokens=False))
-    )
+    try:
+        text = state.served.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param="tokens") from None
+    return json_response(DetokenizedPrompt(text))
