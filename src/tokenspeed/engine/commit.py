@@ -20,13 +20,13 @@ def commit(roster: Roster, result: StepResult) -> list[TokenDelta]:
     roster.counters.num_steps += 1
     live = roster.table.is_open(step.schedule.slots, step.epochs)
     _keep_prompt_scores(roster, step, live, result)
-    rows = np.flatnonzero(live & step.schedule.samples)
+    rows = (live & step.schedule.samples).nonzero()[0]
     slots, token_ids = step.schedule.slots[rows], result.token_ids[rows]
     assert (token_ids >= 0).all(), "a sampling row gave no token"
     stops, full = roster.slots.append(slots, token_ids)
     _publish_pages(roster, step, live)
     deltas = _sampled(roster, rows, slots, token_ids, _reasons(stops, full), result.scores)
-    for row in np.flatnonzero(live & step.ends & ~step.schedule.samples).tolist():
+    for row in (live & step.ends & ~step.schedule.samples).nonzero()[0].tolist():
         deltas.append(_end_scoring(roster, _in_slot(roster, step.schedule.slots[row])))
     for row, sequence in step.late.items():
         if isinstance(sequence.state, PutBack):  # it may have been aborted since
@@ -47,7 +47,7 @@ def _publish_pages(roster: Roster, step: Step, live: np.ndarray) -> None:
     """Shares the pages this step has filled; what later steps still write lies beyond them."""
     table, schedule = roster.table, step.schedule
     filled = live & (schedule.kv_lens // table.page_size > table.num_shared[schedule.slots])
-    for row in np.flatnonzero(filled).tolist():
+    for row in filled.nonzero()[0].tolist():
         slot = int(schedule.slots[row])
         sequence = _in_slot(roster, slot)
         state = sequence.state
@@ -57,7 +57,7 @@ def _publish_pages(roster: Roster, step: Step, live: np.ndarray) -> None:
 
 def _reasons(stops: np.ndarray, full: np.ndarray) -> list[FinishReason | None]:
     reasons: list[FinishReason | None] = [None] * len(stops)
-    for row in np.flatnonzero(stops | full).tolist():
+    for row in (stops | full).nonzero()[0].tolist():
         reasons[row] = "stop" if stops[row] else "length"
     return reasons
 

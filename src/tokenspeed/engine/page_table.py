@@ -10,6 +10,8 @@ from tokenspeed.engine.page_pool import PagePool
 from tokenspeed.engine.prefix_cache import PrefixCache
 from tokenspeed.types import RunnerLimits
 
+_NO_UPDATES = np.empty((0, 3), np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -134,7 +136,7 @@ class PageTable:
     def take_updates(self) -> np.ndarray:
         """Entries that changed since the last call, int32 [U, 3] of (slot, index, page); equal pairs have equal pages."""
         if not self._changed:
-            return np.empty((0, 3), np.int32)
+            return _NO_UPDATES
         slots = np.concatenate([slots for slots, _ in self._changed])
         indices = np.concatenate([indices for _, indices in self._changed])
         self._changed.clear()

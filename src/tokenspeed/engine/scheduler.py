@@ -38,7 +38,10 @@ class Scheduler:
         self._roster = roster
         self._num_schedules = 0
         self._page_size = roster.limits.page_size
-        self._arange = np.arange(roster.limits.max_num_seqs + 1, dtype=np.int32)
+        most = roster.limits.max_num_seqs
+        self._row_starts = _constant(np.arange(most + 1, dtype=np.int32))
+        self._no_tokens = _constant(np.full(most, NO_TOKEN, np.int32))
+        self._all_sample = _constant(np.ones(most, np.bool_))
         self._refused: tuple[Sequence, int, int] | None = None
 
     def schedule(self) -> Schedule | None:
@@ -59,7 +62,7 @@ class Scheduler:
         """Slots that decode, each with a page for its token."""
         slots, table = self._roster.slots, self._roster.table
         while True:
-            ready = np.flatnonzero(slots.decoding & (slots.num_sampled < slots.max_outputs)).astype(np.int32)
+            ready = (slots.decoding & (slots.num_sampled < slots.max_outputs)).nonzero()[0].astype(np.int32)
             growing = ready[slots.kv_lens[ready] == table.num_pages[ready] * self._page_size]
             if table.reserve(len(growing)):
                 table.grow_each(growing)
@@ -154,15 +157,15 @@ class Scheduler:
             all_slots = np.concatenate([decodes, rows])
             samples = ends & (slots.num_sampled[all_slots] < slots.max_outputs[all_slots])
             token_ids = np.concatenate(
-                [np.full(num_decodes, NO_TOKEN, np.int32)] + [slots.ids[c.slot, c.start : c.stop] for c in chunks]
+                [self._no_tokens[:num_decodes]] + [slots.ids[c.slot, c.start : c.stop] for c in chunks]
             )
             positions = np.concatenate([starts] + [np.arange(c.start, c.stop, dtype=np.int32) for c in chunks])
             cu_q_lens = np.cumsum([0] + [1] * num_decodes + lens, dtype=np.int32)
             kv_lens = np.concatenate([starts + 1, np.array([chunk.stop for chunk in chunks], np.int32)])
         else:
             all_slots, positions, kv_lens = decodes, starts, starts + 1
-            samples = ends = np.ones(num_decodes, np.bool_)
-            token_ids, cu_q_lens = np.full(num_decodes, NO_TOKEN, np.int32), self._arange[: num_decodes + 1]
+            samples = ends = self._all_sample[:num_decodes]
+            token_ids, cu_q_lens = self._no_tokens[:num_decodes], self._row_starts[: num_decodes + 1]
         schedule = Schedule(
             step_id=self._num_schedules,
             token_ids=token_ids,
@@ -199,3 +202,8 @@ class Scheduler:
                 scores.append(PromptScore(row, int(cu_q_lens[row]) + first - start, targets))
                 sequence.num_scored = last
         return tuple(scores)
+
+
+def _constant(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
