@@ -41,7 +41,7 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 def test_ci_runs_the_readmes_test_command() -> None:
     ran = list(_commands((ROOT / ".ci" / "run").read_text()))
     for command in INSTALL_AND_TEST.splitlines():
-        assert command in [line.replace("pip install --quiet ", "pip install ") for line in ran]
+        assert command in ran
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/check"])
