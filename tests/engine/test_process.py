@@ -168,7 +168,7 @@ PARENT = """
                 client.wait_ready(60)
                 client.add(request("a", [2], max_tokens=7000, ignore_eos=True), lambda delta: None)
                 print("pid", client.facts["pid"], flush=True)
-            time.sleep(600)
+            time.sleep(0 if "exit" in sys.argv else 600)
         except KeyboardInterrupt:
             time.sleep(0.3)
             print("healthy", client.healthy, flush=True)
@@ -177,12 +177,12 @@ PARENT = """
 
 
 @contextmanager
-def parent(tmp_path: object, build: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def parent(tmp_path: object, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     script = f"{tmp_path}/parent.py"
     with open(script, "w") as file:
         file.write(textwrap.dedent(PARENT))
     process = subprocess.Popen(
-        [sys.executable, script, build],
+        [sys.executable, script, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -204,6 +204,20 @@ def test_no_engine_outlives_its_parent(tmp_path: object, build: str) -> None:
         assert is_alive(pid)
         process.kill()
         until(lambda: not is_alive(pid), 5)
+
+
+def test_a_parent_that_forgets_to_close_still_exits(tmp_path: object) -> None:
+    with parent(tmp_path, "build_slow", "exit") as (process, pid):
+        assert process.wait(10) == 0
+        until(lambda: not is_alive(pid), 5)
+
+
+def test_termination_is_the_parents() -> None:
+    with engine(builds.build) as client:
+        os.kill(int(client.facts["pid"]), signal.SIGTERM)
+        stream, one = queue.SimpleQueue[TokenDelta](), request("a", [2, 3])
+        client.add(one, stream.put)
+        check_answer(one, collect(stream), 96)
 
 
 def test_an_interrupt_is_the_parents(tmp_path: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -23,6 +24,8 @@ from tokenspeed.types import ConfigError, EngineDead, EngineOutput, Overloaded, 
 Build = Callable[[EngineConfig], Runner]
 """A module-level callable that builds a runner in the engine's process. What it logs at INFO to the `tokenspeed`
 loggers becomes start-up progress. It raises a TokenspeedError for what the user can mend."""
+
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _CLOSE_SECONDS = 20.0
 """How long `close` waits for the engine's process to end by itself."""
@@ -70,7 +73,8 @@ _Report = _Progress | _Ready | _Failed | _Step | _Dead
 class ProcessEngine(EngineClient):
     """An engine in a spawned process; `start` it, then `wait_ready`, or watch `healthy`.
 
-    The process ends when this one does, however that happens, and leaves an interrupt (SIGINT) to this one.
+    The process ends when this one does, however that happens, and leaves the signals that a terminal or a service
+    manager sends to both (SIGINT, SIGTERM) to this one.
 
     Args:
       build: see Build.
@@ -99,13 +103,15 @@ class ProcessEngine(EngineClient):
 
     def start(self) -> None:
         """Starts the process and returns at once."""
-        # The child inherits the mask, so an interrupt cannot reach it before it has chosen to ignore them.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The child inherits the mask, so no such signal can reach it before it has chosen to ignore them.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._engine_end.close()
+        # Without this, multiprocessing's own exit would wait for a process that ignores its SIGTERM.
+        atexit.register(self._process.kill)
         self._sender.start()
         self._receiver.start()
 
@@ -159,6 +165,7 @@ class ProcessEngine(EngineClient):
         if self._process.is_alive():
             self._process.kill()
         self._receiver.join()
+        atexit.unregister(self._process.kill)
 
     def _send(self) -> None:
         """Encodes and sends on a thread of its own, so that `add` never waits for the pipe."""
@@ -253,8 +260,9 @@ class _ProgressLog(logging.Handler):
 
 def _serve(connection: Connection, build: Build, config: EngineConfig) -> None:
     """The engine's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in _PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
     commands = _Commands(connection)
     encode = msgspec.msgpack.Encoder().encode
 
