@@ -125,12 +125,15 @@ def _decode(
         values = jnp.where(seen[:, 0, 0, :, None, :, None], v_pages[pages], 0)
         return _online(carry, scores, values, "bkgcs,bcksh->bkgh")
 
-    first = jnp.min(jnp.where(kv_lens > 0, q_pos, jnp.max(q_pos)))
-    begin, end = _block_bounds(first, jnp.max(q_pos), sliding_window, C * S)
     shape = (B, K, N // K)
-    init = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((*shape, H)))
-    _, total, out = lax.fori_loop(begin, end, block, init)
-    return _finish(total, out).reshape(B, N, H).astype(q.dtype)
+    carry = (jnp.full(shape, NEG_INF), jnp.zeros(shape), jnp.zeros((*shape, H)))
+    if table.shape[1] == C:
+        carry = block(jnp.int32(0), carry)
+    else:
+        first = jnp.min(jnp.where(kv_lens > 0, q_pos, jnp.max(q_pos)))
+        begin, end = _block_bounds(first, jnp.max(q_pos), sliding_window, C * S)
+        carry = lax.fori_loop(begin, end, block, carry)
+    return _finish(*carry[1:]).reshape(B, N, H).astype(q.dtype)
 
 
 def xla(
@@ -197,6 +200,32 @@ def xla(
     return jnp.where(jnp.arange(T)[:, None, None] < used, out[:T].reshape(T, N, H), 0)
 
 
+GATHER_TOKENS = 1 << 18
+"""Most cache places `xla_gather` reads at once."""
+
+
+def xla_gather(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    max_q_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Decode without a loop, which a GPU can put into one graph: reads every page a row could have, if they are few."""
+    (B, W), S = page_table.shape, k_pages.shape[3]
+    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    if max_q_len == 1 and B * W * S <= GATHER_TOKENS:
+        return _decode(q, k_pages, v_pages, page_table, kv_lens, block_tokens=W * S, **options)
+    return xla(q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, num_seqs, max_q_len=max_q_len, **options)
+
+
 def write_kv(
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -218,6 +247,11 @@ def _any_case(**_: object) -> None:
     return None
 
 
+def _gathers(*, platform: str, **_: object) -> str | None:
+    return None if platform == "gpu" else "loops over blocks are quicker off a GPU"
+
+
+register(Kernel("paged_attention", "xla_gather", xla_gather, 20, _gathers))
 register(Kernel("paged_attention", "xla", xla, 10, _any_case))
 register(Kernel("paged_attention", "reference", reference, 0, _any_case))
 register(Kernel("write_kv", "xla", write_kv, 10, _any_case))

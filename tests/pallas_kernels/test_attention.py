@@ -53,6 +53,8 @@ def test_xla_equals_the_reference(
     )(*args)
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(got, wanted, atol=2e-5)
+    gathered = attention.xla_gather(*map(jnp.asarray, args), max_q_len=1 if decode else len(args[0]), **options)
+    np.testing.assert_allclose(gathered, wanted, atol=2e-5)
     assert np.abs(wanted[: sum(q_lens)]).max() > 0.1
     assert not np.asarray(wanted[sum(q_lens) :]).any()
 

@@ -38,7 +38,7 @@ class _Defaults(NamedTuple):
 _CPU = _Defaults(page_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=8192, min_rows=1)
 _GPU = _Defaults(page_size=16, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=1 << 30, min_rows=1)
 
-CPU_MEMORY_SHARE = 8
+CPU_MEMORY_SHARE = 16
 """On a CPU the cache gets one part in this many of the machine's memory."""
 
 
