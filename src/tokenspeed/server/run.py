@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import TypeVar
 
@@ -49,23 +50,32 @@ def run_server(
       EngineDead: the engine ended while it started.
       SystemExit: a second signal came.
     """
-    listener = listen(config)
     state = ServerState(config, engine, engine_config.model)
-    server = _Server(state, engine, load_text, lambda: on_ready(banner(config, listener, state.names[0])))
-    try:
-        engine.start()
-        server.run(sockets=[listener])
-    finally:
-        listener.close()
-        engine.close()
-        state.close()
-        if config.uds is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(config.uds)
+    with listening(config) as listener:
+        server = _Server(state, engine, load_text, lambda: on_ready(banner(config, listener, state.names[0])))
+        with server.hearing_signals():
+            try:
+                engine.start()
+                server.run(sockets=[listener])
+            finally:
+                server.ended = True
+                engine.close()
+                state.close()
     if server.failure is not None:
         raise server.failure
     if server.forced_by is not None:
         raise SystemExit(128 + server.forced_by)
+
+
+@contextlib.contextmanager
+def listening(config: ServerConfig) -> Generator[socket.socket]:
+    """A listening socket that leaves nothing behind. Raises ConfigError if the address cannot be had."""
+    with listen(config) as listener:
+        try:
+            yield listener
+        finally:
+            if config.uds is not None:
+                os.unlink(config.uds)
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -85,10 +95,14 @@ def _listen_tcp(config: ServerConfig) -> socket.socket:
 
 
 def _listen_unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     _remove_stale(path)
-    listener.bind(path)
-    listener.listen(2048)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 
@@ -131,6 +145,7 @@ class _Server(uvicorn.Server):
         super().__init__(_uvicorn_config(state))
         self.failure: TokenspeedError | None = None
         self.forced_by: int | None = None
+        self.ended = False
         self._state = state
         self._engine = engine
         self._load_text = load_text
@@ -151,10 +166,30 @@ class _Server(uvicorn.Server):
         self._state.serve(text)
         self._on_ready()
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Does nothing: signals are heard from before the engine's start until after its end."""
+        yield
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Generator[None]:
+        """Lets `handle_exit` hear SIGTERM and SIGINT; in a thread that cannot, the caller sets `should_exit`."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, a second one does not wait. Neither is raised again when the server has ended."""
+        """The first signal drains, a second one does not wait."""
         if self.should_exit:
             self.force_exit, self.forced_by = True, sig
+            if self.ended:
+                raise SystemExit(128 + sig)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -15,6 +15,7 @@ from tokenspeed.server.openai.protocol import (
     check_refused,
 )
 from tokenspeed.server.state import ServerState
+from tokenspeed.types import InvalidRequest
 
 
 def answer_tokenize(state: ServerState, call: Call) -> ASGIApp:
