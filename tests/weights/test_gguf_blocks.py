@@ -37,15 +37,15 @@ def restore(packed: QuantizedTensor) -> np.ndarray:
 def test_random_blocks_come_out_as_the_reference_has_them(kind: GGMLQuantizationType) -> None:
     form = BLOCK_FORMATS[kind]
     assert (form.size, form.record.itemsize) == GGML_QUANT_SIZES[kind]
-    # Rows enough to pass the internal chunk of 65,536 weights, and not a multiple of it.
-    raw = random_blocks(kind, form.record, rows=37, blocks=2304 // form.size)
+    # Rows enough to pass the internal chunk of 262,144 weights, and not a multiple of it.
+    raw = random_blocks(kind, form.record, rows=150, blocks=2304 // form.size)
     expected = reference(raw, kind)
     packed = unpack(raw, kind)
     np.testing.assert_array_equal(dequantize(raw, kind), expected)
     np.testing.assert_array_equal(restore(packed), expected)
     assert packed.group_size == (16 if kind.name == "Q6_K" else 32)
     assert packed.values.dtype == np.int8
-    assert packed.scales.shape == (37, 2304 // packed.group_size)
+    assert packed.scales.shape == (150, 2304 // packed.group_size)
     if kind.name in UNSIGNED:
         assert packed.offsets is not None
         assert (packed.values.min(), packed.values.max()) == (0, UNSIGNED[kind.name])

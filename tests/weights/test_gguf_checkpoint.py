@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -381,3 +382,17 @@ def test_sizes_are_those_written(llama: Path) -> None:
     assert config.intermediate_size == SIZES["feed_forward_length"]
     assert (config.vocab_size, config.num_layers, config.num_kv_heads) == (50, 2, 2)
     assert config.checkpoint_dtype == "float32"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_unpacked_tensors_do_not_stay_in_memory_as_well() -> None:
+    def mapped_bytes() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+        return int(line.split()[1]) * 1024
+
+    read = checkpoint(assets.smollm2())
+    before = mapped_bytes()
+    for name in sorted(read.names()):
+        packed, weights = read.read_quantized(name), read.read(name)
+        assert packed is None or packed.values.shape == weights.shape
+    assert mapped_bytes() - before < 10_000_000, "the file has 98 MB"

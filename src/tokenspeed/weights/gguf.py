@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,3 +190,13 @@ class GGUFFile:
         info = self.tensors[name]
         nbytes = row_bytes(info.kind, info.shape[-1])
         return np.frombuffer(self._data, np.uint8, info.nbytes, info.start).reshape(-1, nbytes or 1)
+
+    def release(self, name: str) -> None:
+        """Lets go of the pages of a tensor that has been unpacked, so that the process does not hold the file as well.
+
+        Views of it stay valid: their pages are read again when touched.
+        """
+        if sys.platform == "linux":
+            info = self.tensors[name]
+            start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, start, info.start + info.nbytes - start)

@@ -25,7 +25,7 @@ FLOAT_DTYPES: dict[GGMLQuantizationType, np.dtype] = {
 _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 _PAIR = np.uint64(0x0303030303030303)
 _BIT = np.uint64(0x0101010101010101)
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
 """Weights unpacked at a time."""
 
 _FIFTH_BITS = (np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") << 4).view("<u8")[:, 0]

@@ -14,7 +14,7 @@ from tokenspeed.types import ConfigError
 from tokenspeed.weights.config_json import model_config
 from tokenspeed.weights.fields import Fields
 from tokenspeed.weights.gguf import GGUFFile, TensorInfo
-from tokenspeed.weights.gguf_blocks import BLOCK_FORMATS, QuantizedTensor, can_read, dequantize, unpack
+from tokenspeed.weights.gguf_blocks import BLOCK_FORMATS, FLOAT_DTYPES, QuantizedTensor, can_read, dequantize, unpack
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -268,7 +268,10 @@ class GGUFCheckpoint:
 
     def _floats(self, stored: str) -> np.ndarray:
         info = self.file.tensors[stored]
-        return dequantize(self.file.raw(stored), info.kind).reshape(info.shape)
+        weights = dequantize(self.file.raw(stored), info.kind).reshape(info.shape)
+        if info.kind not in FLOAT_DTYPES:
+            self.file.release(stored)
+        return weights
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """For each row of Hugging Face's layout the row of the file that holds it; None if they agree."""
@@ -295,4 +298,5 @@ class GGUFCheckpoint:
         if info.kind not in BLOCK_FORMATS or len(info.shape) != 2:
             return None
         packed, order = unpack(self.file.raw(self._stored[name]), info.kind), self._row_order(name)
+        self.file.release(self._stored[name])
         return packed if order is None else packed.rows(order)
