@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -58,13 +58,7 @@ def open_model(config: EngineConfig) -> tuple[ModelText, Runner]:
     """Text side and runner, with progress bars if `config` wants them. Raises as `open_text` and `build` do."""
     checkpoint = open_checkpoint(resolve_model(config), config)
     text = _text(config, checkpoint)
-    with tqdm(desc="Compiling", unit="program", disable=not config.progress, leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return text, _runner(config, checkpoint, show)
+    return text, _runner(config, checkpoint, _CompileBar() if config.progress else _log_progress)
 
 
 def _text(config: EngineConfig, checkpoint: Checkpoint) -> ModelText:
@@ -91,6 +85,19 @@ def _tokenizer_path(config: EngineConfig, checkpoint: Checkpoint) -> Path:
 def _runner(config: EngineConfig, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> Runner:
     # Imported when it is wanted: a front end whose engine has a process of its own never loads JAX.
     return import_module("tokenspeed.runtime.build").build_runner(config, checkpoint, on_progress)
+
+
+class _CompileBar:
+    """A progress bar that appears with the first program and goes with the last."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[NoReturn] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        bar = self._bar = self._bar or tqdm(desc="Compiling", unit="program", total=total, leave=False)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
 
 
 def _log_progress(done: int, total: int) -> None:

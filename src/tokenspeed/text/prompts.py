@@ -10,6 +10,7 @@ from typing import Any, TypedDict, TypeGuard, cast
 
 from tokenspeed.text.chat_messages import Message
 from tokenspeed.text.chat_template import ChatTemplate
+from tokenspeed.text.incremental import IncrementalEncoder
 from tokenspeed.text.outputs import PromptOutputs
 from tokenspeed.text.requests import make_requests
 from tokenspeed.text.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class PromptReader:
         self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, eos_ids: tuple[int, ...], limits: RunnerLimits
     ) -> None:
         self._tokenizer = tokenizer
+        self._encoder = IncrementalEncoder(tokenizer)
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self._limits = limits
@@ -95,7 +97,7 @@ class PromptReader:
 
     def _plain(self, prompt: Prompt, sampling: SamplingParams) -> PromptOutputs:
         if isinstance(prompt, str):
-            return self._outputs(prompt, self._tokenizer.encode(prompt), sampling)
+            return self._outputs(prompt, self._encoder.encode(prompt), sampling)
         return self._outputs(None, _ids(prompt), sampling)
 
     def _chat(self, messages: Conversation, sampling: SamplingParams, options: ChatOptions) -> PromptOutputs:
@@ -111,7 +113,7 @@ class PromptReader:
             tools=options.get("tools"),
             kwargs=options.get("chat_template_kwargs"),
         )
-        return self._outputs(prompt, self._tokenizer.encode(prompt, add_special_tokens=False), sampling)
+        return self._outputs(prompt, self._encoder.encode(prompt, add_special_tokens=False), sampling)
 
     def _outputs(self, text: str | None, prompt_ids: Sequence[int], sampling: SamplingParams) -> PromptOutputs:
         request_id = str(next(self._count))
