@@ -6,17 +6,27 @@ import json
 import sys
 import time
 
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
 from tests.engine import builds
-from tests.server.fake import EOS, ScriptTokenizer
+from tests.engine.fake import EOS
 from tests.server.serving import FakeText
 from tokenspeed.config import EngineConfig, GenerationDefaults, ServerConfig
 from tokenspeed.engine.process import ProcessEngine
 from tokenspeed.server.run import run_server
+from tokenspeed.text.tokenizer import Tokenizer
 from tokenspeed.types import TokenspeedError
 
 
 def load_text() -> FakeText:
-    return FakeText(ScriptTokenizer(), None, GenerationDefaults(), (EOS,))
+    alphabet = sorted(ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(BPE({char: k for k, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    return FakeText(Tokenizer(backend, bos_id=None, eos_ids=(EOS,), source="test"), None, GenerationDefaults(), (EOS,))
 
 
 def load_text_forever() -> FakeText:

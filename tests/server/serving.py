@@ -170,7 +170,7 @@ def serving(
 
     async def main() -> None:
         if ready:
-            state.serve(text)
+            state.serve(text, tokenizer)
         await server.serve(sockets=[listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TypeVar, cast, get_args
 
 import msgspec
@@ -79,8 +80,12 @@ class JsonBody:
 
     def into(self, struct: type[T]) -> T:
         """The fields that `struct` knows, typed. Raises InvalidRequest if one has the wrong type; `param` is its dotted path."""
-        self.know(field.encode_name for field in msgspec.structs.fields(struct))
-        self._unknown_inside += _unknown_inside(self.fields, struct)
+        names, nested = _fields(struct)
+        self.know(names)
+        for name, inside in nested.items():
+            value = self.fields.get(name)
+            if isinstance(value, dict):
+                self._unknown_inside += [f"{name}.{key}" for key in cast(dict[str, object], value) if key not in inside]
         try:
             return msgspec.convert(self.fields, struct)
         except msgspec.ValidationError as error:
@@ -154,13 +159,14 @@ def _wrong_type(error: msgspec.ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{param}: {text.replace('`', '')}", param=param or None)
 
 
-def _unknown_inside(fields: Mapping[str, object], struct: type[msgspec.Struct]) -> list[str]:
-    """Names that nested structs of `struct` lack."""
-    names: list[str] = []
-    for field in msgspec.structs.fields(struct):
-        value = fields.get(field.encode_name)
-        for nested in get_args(field.type):
-            if isinstance(value, dict) and isinstance(nested, type) and issubclass(nested, msgspec.Struct):
-                known = {inner.encode_name for inner in msgspec.structs.fields(nested)}
-                names += [f"{field.encode_name}.{name}" for name in cast(dict[str, object], value) if name not in known]
-    return names
+@cache
+def _fields(struct: type[msgspec.Struct]) -> tuple[frozenset[str], Mapping[str, frozenset[str]]]:
+    """The names that a struct knows, and those that the structs inside it know. Slow: it resolves annotations."""
+    fields = msgspec.structs.fields(struct)
+    nested = {
+        field.encode_name: _fields(kind)[0]
+        for field in fields
+        for kind in get_args(field.type)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    }
+    return frozenset(field.encode_name for field in fields), nested

@@ -21,7 +21,8 @@ from tokenspeed.config import EngineConfig, ServerConfig
 from tokenspeed.engine.process import ProcessEngine
 from tokenspeed.server.app import create_app
 from tokenspeed.server.state import ModelText, ServerState
-from tokenspeed.types import ConfigError, TokenspeedError
+from tokenspeed.text.incremental import IncrementalEncoder
+from tokenspeed.types import ConfigError
 
 LAST_EVENTS_SECONDS = 2.0
 """How long streams have to send their last event once they have been cut short."""
@@ -143,7 +144,7 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(_uvicorn_config(state))
-        self.failure: TokenspeedError | None = None
+        self.failure: Exception | None = None
         self.forced_by: int | None = None
         self.ended = False
         self._state = state
@@ -158,13 +159,17 @@ class _Server(uvicorn.Server):
 
     async def _load(self) -> None:
         try:
-            text, _ = await asyncio.gather(in_thread(self._load_text), in_thread(self._engine.wait_ready))
-        except TokenspeedError as error:
+            (text, encoder), _ = await asyncio.gather(in_thread(self._open_text), in_thread(self._engine.wait_ready))
+        except Exception as error:  # the caller of `run_server` gets it, whatever it is
             self.failure = None if self.should_exit else error
             self.should_exit = True
             return
-        self._state.serve(text)
+        self._state.serve(text, encoder)
         self._on_ready()
+
+    def _open_text(self) -> tuple[ModelText, IncrementalEncoder]:
+        text = self._load_text()
+        return text, IncrementalEncoder(text.tokenizer)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

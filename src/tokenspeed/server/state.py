@@ -52,17 +52,20 @@ class ModelText(Protocol):
         ...
 
 
+class PromptEncoder(Protocol):
+    """Encodes prompts, and may remember them: `text.incremental.IncrementalEncoder`."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]: ...
+
+
 class Served(NamedTuple):
     """A model that answers."""
 
     text: ModelText
+    encoder: PromptEncoder
     limits: RunnerLimits
     metrics: Metrics
     delivery: Delivery
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """A prompt's ids."""
-        return self.text.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 class ServerState:
@@ -88,7 +91,7 @@ class ServerState:
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="tokenspeed-text")
         self._logged_fields: set[str] = set()
 
-    def serve(self, text: ModelText) -> None:
+    def serve(self, text: ModelText, encoder: PromptEncoder) -> None:
         """Begins to answer. The engine is ready; the caller runs on the event loop that serves."""
         limits = self.engine.limits
         metrics = Metrics(
@@ -99,7 +102,7 @@ class ServerState:
             stats=self.engine.stats,
         )
         delivery = Delivery(self.engine, asyncio.get_running_loop(), metrics.step)
-        self._served = Served(text, limits, metrics, delivery)
+        self._served = Served(text, encoder, limits, metrics, delivery)
 
     def close(self) -> None:
         """Lets go of the threads; what they have not begun is dropped."""

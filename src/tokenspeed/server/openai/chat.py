@@ -26,7 +26,7 @@ def answer_chat(state: ServerState, call: Call) -> ASGIApp:
     sampling = _sampling(state, served, options)
     text = render(served, prompt)
     check_length(text, options, served.limits, "messages")
-    ids = served.encode(text, add_special_tokens=prompt.add_special_tokens)
+    ids = served.encoder.encode(text, add_special_tokens=prompt.add_special_tokens)
     requests = engine_requests(served, call, options, [ids], sampling, "messages")
     role = state.config.response_role if prompt.add_generation_prompt else prompt.messages[-1].role
     style = ChatStyle(

@@ -102,7 +102,7 @@ def _encode(served: Served, request: CompletionRequest, prompt: str | list[int])
     if not isinstance(prompt, str):
         return prompt
     check_length(prompt, request, served.limits, "prompt")
-    return served.encode(prompt, add_special_tokens=request.add_special_tokens)
+    return served.encoder.encode(prompt, add_special_tokens=request.add_special_tokens)
 
 
 def _text(served: Served, request: CompletionRequest, given: str | list[int], used: Sequence[int]) -> str:

@@ -26,11 +26,11 @@ def answer_tokenize(state: ServerState, call: Call) -> ASGIApp:
     if "messages" in call.body.fields:
         request = call.body.into(TokenizeChatRequest)
         state.check_model(request.model)
-        ids = served.encode(render(served, request), add_special_tokens=request.add_special_tokens)
+        ids = served.encoder.encode(render(served, request), add_special_tokens=request.add_special_tokens)
     else:
         request = call.body.into(TokenizeRequest)
         state.check_model(request.model)
-        ids = served.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        ids = served.encoder.encode(request.prompt, add_special_tokens=request.add_special_tokens)
     spellings = [served.text.tokenizer.spelling(token_id) for token_id in ids] if request.return_token_strs else None
     return json_response(Tokens(len(ids), served.limits.max_model_len, list(ids), spellings))
 
