@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenspeed.engine.page_pool import PagePool
-from tokenspeed.engine.prefix_cache import PrefixCache
+from tokenspeed.engine.prefix_cache import PrefixCache, split_pages
 from tokenspeed.types import RunnerLimits
 
 _NO_UPDATES = np.empty((0, 3), np.int32)
@@ -120,14 +120,14 @@ class PageTable:
             return
         slot, size = self._check(lease), self.page_size
         row, first, stop = self.pages[slot], int(self.num_shared[slot]), len(ids) // size
-        data, width = ids[first * size : stop * size].tobytes(), size * ids.itemsize
         parent = int(row[first - 1]) if first else None
         doubles: list[int] = []
-        for index, page in enumerate(row[first:stop].tolist()):
-            parent = self.cache.publish(parent, salt, data[index * width : (index + 1) * width], page)
+        contents = split_pages(ids[first * size :], size)
+        for index, (page, content) in enumerate(zip(row[first:stop].tolist(), contents, strict=True), first):
+            parent = self.cache.publish(parent, salt, content, page)
             if parent != page:
-                row[first + index] = parent
-                self._note(slot, first + index, first + index + 1)
+                row[index] = parent
+                self._note(slot, index, index + 1)
                 doubles.append(page)
         self.num_shared[slot] = stop
         if doubles:

@@ -10,6 +10,12 @@ _UNSALTED = -1
 """Stands for the parent of a first page; a salted first page has its salt there."""
 
 
+def split_pages(ids: np.ndarray, page_size: int) -> list[bytes]:
+    """The content of each full page of int32 ids, contiguous."""
+    full = len(ids) // page_size * page_size
+    return ids[:full].view(np.dtype((np.void, page_size * ids.itemsize))).tolist()
+
+
 class PrefixCache:
     """A tree of full pages, keyed by (parent page, the page's ids); equal keys mean equal prefixes, with no hash to trust.
 
@@ -39,13 +45,11 @@ class PrefixCache:
         Args:
           ids: int32 [n], contiguous.
         """
-        width = self._page_size * ids.itemsize
-        data = ids[: max_pages * self._page_size].tobytes()
         find = self._index.get
         parent: int | str = _UNSALTED if salt is None else salt
         pages: list[int] = []
-        for start in range(0, len(data) - width + 1, width):
-            page = find((parent, data[start : start + width]))
+        for content in split_pages(ids[: max_pages * self._page_size], self._page_size):
+            page = find((parent, content))
             if page is None:
                 break
             pages.append(page)
