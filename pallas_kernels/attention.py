@@ -70,6 +70,12 @@ def reference(
     return out.reshape(T, N, H).astype(q.dtype)
 
 
+def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """einsum summed in float32; float32 operands are not rounded on the way in."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _online(
     carry: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, values: jax.Array, spec: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -79,9 +85,7 @@ def _online(
     base = jnp.where(jnp.isfinite(new_top), new_top, 0)
     weights = jnp.exp(scores - base[..., None, None])
     keep = jnp.exp(top - base)
-    out = out * keep[..., None] + jnp.einsum(
-        spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
+    out = out * keep[..., None] + _dot(spec, weights.astype(values.dtype), values)
     return new_top, total * keep + jnp.sum(weights, (-2, -1)), out
 
 
@@ -118,7 +122,7 @@ def _decode(
 
     def block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         pages = lax.dynamic_slice_in_dim(table, i * C, C, 1)
-        scores = jnp.einsum("bkgh,bckhs->bkgcs", grouped, k_pages[pages], preferred_element_type=jnp.float32)
+        scores = _dot("bkgh,bckhs->bkgcs", grouped, k_pages[pages])
         k_pos = (i * C * S + jnp.arange(C * S)).reshape(C, S)
         seen = _visible(q_pos[:, None, None], k_pos[None], sliding_window)[:, None, None]
         scores = jnp.where(seen, _cap(scores, soft_cap), NEG_INF)
@@ -181,7 +185,7 @@ def xla(
             j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             pages = lax.dynamic_slice_in_dim(pages_of_row, j * C, C, 0)
-            scores = jnp.einsum("qkgh,ckhs->qkgcs", queries, k_pages[pages], preferred_element_type=jnp.float32)
+            scores = _dot("qkgh,ckhs->qkgcs", queries, k_pages[pages])
             k_pos = (j * C * S + jnp.arange(C * S)).reshape(C, S)
             seen = _visible(q_pos[:, None, None], k_pos[None], sliding_window)[:, None, None]
             scores = jnp.where(seen, _cap(scores, soft_cap), NEG_INF)

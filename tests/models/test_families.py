@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pallas_kernels import select
+from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels import select
 from tests.oracle.cases import CASES, Answers, answers, write_checkpoint
 from tokenspeed.config import EngineConfig, ModelConfig
 from tokenspeed.layers.attention import AttentionKernels, Cache, TokenBatch
@@ -92,7 +93,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     write_checkpoint(request.param, folder)
     checkpoint = open_checkpoint(folder, EngineConfig(model=str(folder)))
     weights = load.load(
-        dense.params(checkpoint.config), checkpoint, jnp.dtype("float32"), jax.devices()[0], progress=False
+        dense.params(checkpoint.config),
+        checkpoint,
+        jnp.dtype("float32"),
+        SingleDeviceSharding(jax.devices()[0]),
+        pack=None,
+        progress=False,
     )
     return checkpoint.config, weights, answers(request.param)
 
@@ -138,11 +144,7 @@ def test_chunked_prefill_mixed_with_decode_equals_transformers(model: tuple[Mode
                 for other in through
             ]
             *decoded, logits = forward([*work, (row, chunk, start, len(prompt))])
-            np.testing.assert_allclose(
-                logits, expected.prefill_logits[row][start : start + 7], atol=TOLERANCE, rtol=0
-            )
+            np.testing.assert_allclose(logits, expected.prefill_logits[row][start : start + 7], atol=TOLERANCE, rtol=0)
             for other, got in zip(through, decoded, strict=True):
-                np.testing.assert_allclose(
-                    got[0], expected.decode_logits[other, steps[other]], atol=TOLERANCE, rtol=0
-                )
+                np.testing.assert_allclose(got[0], expected.decode_logits[other, steps[other]], atol=TOLERANCE, rtol=0)
                 steps[other] += 1

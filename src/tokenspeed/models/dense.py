@@ -29,6 +29,22 @@ Weights = Mapping[str, Weight]
 """Parameter name to its array or packed form."""
 
 
+def _vector(weights: Weights, name: str) -> jax.Array:
+    """A parameter that is never packed: a norm's weight or a bias."""
+    weight = weights[name]
+    assert isinstance(weight, jax.Array), name
+    return weight
+
+
+def _bias(weights: Weights, name: str) -> jax.Array | None:
+    """The bias of a projection, if the family has one."""
+    return _vector(weights, f"{name}_bias") if f"{name}_bias" in weights else None
+
+
+def _input_norm(config: ModelConfig, weights: Weights, name: str) -> Norm:
+    return Norm(_vector(weights, name), config.rms_norm_eps, config.norm_plus_one)
+
+
 def _norm(config: ModelConfig, name: str, size: int, axis: str) -> Param:
     return Param(shape=(size,), axes=(axis,), checkpoint=(name,), mean=0.0 if config.norm_plus_one else 1.0)
 
@@ -104,18 +120,18 @@ def _layer(
 
     def add(name: str, value: jax.Array) -> jax.Array:
         """x plus a projection of value, whose own norm comes between where the family has one."""
-        weight, bias = weights[name], weights.get(f"{name}_bias")
+        weight, bias = weights[name], _bias(weights, name)
         if not config.sandwich_norms:
             return linear(value, weight, bias=bias, residual=x)
         after = "attention_out_norm" if name == "out" else "mlp_out_norm"
-        return x + normed(linear(value, weight, bias=bias), weights[after])
+        return x + normed(linear(value, weight, bias=bias), _vector(weights, after))
 
     with jax.named_scope("attention"):
-        before = Norm(weights["attention_norm"], config.rms_norm_eps, config.norm_plus_one)
-        qkv = linear(x, weights["qkv"], norm=before, bias=weights.get("qkv_bias"))
+        before = _input_norm(config, weights, "attention_norm")
+        qkv = linear(x, weights["qkv"], norm=before, bias=_bias(weights, "qkv"))
         q, k, v = jnp.split(qkv.reshape(T, N + 2 * K, H), (N, N + K), axis=1)
         if config.qk_norm:
-            q, k = normed(q, weights["q_norm"]), normed(k, weights["k_norm"])
+            q, k = normed(q, _vector(weights, "q_norm")), normed(k, _vector(weights, "k_norm"))
         q, k = rotate(q, *cos_and_sin), rotate(k, *cos_and_sin)
         scale = H**-0.5 if config.attention_scale is None else config.attention_scale
         attended, cache = attention(
@@ -124,8 +140,8 @@ def _layer(
         x = add("out", attended.reshape(T, N * H))
 
     with jax.named_scope("mlp"):
-        before = Norm(weights["mlp_norm"], config.rms_norm_eps, config.norm_plus_one)
-        fed = linear(x, weights["gate_up"], norm=before, bias=weights.get("gate_up_bias"), gate=config.activation)
+        before = _input_norm(config, weights, "mlp_norm")
+        fed = linear(x, weights["gate_up"], norm=before, bias=_bias(weights, "gate_up"), gate=config.activation)
         x = add("down", fed)
     return x, cache
 
@@ -163,7 +179,7 @@ def forward(
 def logits(config: ModelConfig, weights: Weights, hidden: jax.Array) -> jax.Array:
     """Final norm and head: hidden [B, D] -> float32 logits [B, V]."""
     with jax.named_scope("head"):
-        norm = Norm(weights["norm"], config.rms_norm_eps, config.norm_plus_one)
+        norm = _input_norm(config, weights, "norm")
         table = weights["embedding" if config.tie_word_embeddings else "head"]
         out = linear(hidden, table, norm=norm).astype(jnp.float32)
         cap = config.final_soft_cap

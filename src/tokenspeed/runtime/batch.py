@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -99,7 +100,8 @@ def unpack(packed: jax.Array, bucket: Bucket) -> Batch:
 
 def decode_rows(batch: Batch) -> Batch:
     """A decode batch's token fields follow from its rows: one token a row, the slot's last one."""
-    return batch.replace(
+    return replace(
+        batch,
         token_ids=jnp.full_like(batch.slots, NO_TOKEN),
         positions=jnp.maximum(batch.kv_lens - 1, 0),
         cu_q_lens=jnp.arange(len(batch.slots) + 1, dtype=jnp.int32),

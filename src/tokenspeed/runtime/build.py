@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import cpu, select
 from tokenspeed.config import EngineConfig, ModelConfig, environment
@@ -32,11 +33,11 @@ class _Defaults(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    min_rows: int
+    bucket_factor: int
 
 
-_CPU = _Defaults(page_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=8192, min_rows=1)
-_GPU = _Defaults(page_size=16, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=1 << 30, min_rows=1)
+_CPU = _Defaults(page_size=32, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=8192, bucket_factor=4)
+_GPU = _Defaults(page_size=16, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=1 << 30, bucket_factor=2)
 
 CPU_MEMORY_SHARE = 16
 """On a CPU the cache gets one part in this many of the machine's memory."""
@@ -153,23 +154,24 @@ def build_runner(
     case = {"platform": device.platform, "dtype": str(dtype), "head_dim": model.head_dim, "page_size": page_size}
     kernels = AttentionKernels(attend=select("paged_attention", **case).fn, write=select("write_kv", **case).fn)
     declared = dense.params(model)
+    sharding = SingleDeviceSharding(device)
     if config.load_format == "dummy":
-        weights = load.random(declared, dtype, device, config.seed)
+        weights = load.random(declared, dtype, sharding, config.seed)
     else:
         pack = _packing(config, device.platform)
-        weights = load.load(declared, checkpoint, dtype, device, pack=pack, progress=config.progress)
+        weights = load.load(declared, checkpoint, dtype, sharding, pack=pack, progress=config.progress)
     step_model = StepModel(config=model, dtype=dtype, kernels=kernels)
     budget = _cache_budget(
-        config, device, lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.min_rows)
+        config, device, lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.bucket_factor)
     )
     limits = _sized(config, limits, _page_bytes(model, page_size, cache_dtype), budget)
     return ModelRunner(
         step_model,
         weights,
         limits,
-        device,
+        sharding,
         cache_dtype=cache_dtype,
-        min_rows=defaults.min_rows,
+        bucket_factor=defaults.bucket_factor,
         eager=config.enforce_eager,
         on_progress=on_progress,
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
+from jax.sharding import Sharding
 
 from tokenspeed.layers.linear import PackedWeight
 from tokenspeed.runtime import state as device_state
@@ -39,7 +40,7 @@ class CompileCounter:
         self.count = 0
         monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: str | int) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
 
@@ -48,13 +49,13 @@ class CompileCounter:
         monitoring.unregister_event_duration_listener(self._listen)
 
 
-def ladder(smallest: int, largest: int) -> tuple[int, ...]:
-    """Powers of two from smallest, and largest itself."""
+def ladder(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """Sizes from smallest, each `factor` times the last, and largest itself."""
     sizes: list[int] = []
     size = smallest
     while size < largest:
         sizes.append(size)
-        size *= 2
+        size *= factor
     return (*sizes, largest)
 
 
@@ -108,11 +109,10 @@ class Buckets:
     tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, limits: RunnerLimits, min_rows: int) -> Buckets:
-        return cls(
-            rows=ladder(min(min_rows, limits.max_num_seqs), limits.max_num_seqs),
-            tokens=ladder(min(MIN_TOKENS, limits.max_num_batched_tokens), limits.max_num_batched_tokens),
-        )
+    def of(cls, limits: RunnerLimits, factor: int) -> Buckets:
+        """Sizes that grow by `factor`: fewer to compile, or less padding."""
+        tokens = limits.max_num_batched_tokens
+        return cls(rows=ladder(1, limits.max_num_seqs, factor), tokens=ladder(min(MIN_TOKENS, tokens), tokens, factor))
 
 
 class Programs:
@@ -194,13 +194,8 @@ class Programs:
         return fn.lower(self._state, jax.ShapeDtypeStruct((PAGE_UPDATES, 3), jnp.int32))
 
     def _slot_row(self) -> SlotRow:
-        state = self._state_tree.unflatten(self._state)
-        sampling = state.sampling
-        row = lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)  # noqa: E731
-        return SlotRow(
-            slot=jax.ShapeDtypeStruct((), jnp.int32),
-            **{name: row(getattr(sampling, name)) for name in device_state.SamplingState.__dataclass_fields__},
-        )
+        sampling = self._state_tree.unflatten(self._state).sampling
+        return jax.eval_shape(lambda s: device_state.row_of(s, jnp.int32(0)), sampling)
 
     def keys(self) -> list[tuple[str, int]]:
         """Every program, largest first."""
@@ -232,11 +227,11 @@ class Programs:
 
 
 def temporary_bytes(
-    model: StepModel, weights: dict[str, Any], limits: RunnerLimits, cache_dtype: jnp.dtype, min_rows: int
+    model: StepModel, weights: dict[str, Any], limits: RunnerLimits, cache_dtype: jnp.dtype, bucket_factor: int
 ) -> int:
     """Device memory the largest programs need beside weights and state, found by compiling them with a tiny pool."""
     shapes = jax.eval_shape(partial(device_state.zeros, model.config, limits, cache_dtype))
-    programs = Programs(model, limits, Buckets.of(limits, min_rows), weights, shapes)
+    programs = Programs(model, limits, Buckets.of(limits, bucket_factor), weights, shapes)
     largest = (("backbone", limits.max_num_batched_tokens), ("decode", limits.max_num_seqs))
     analyses = [programs.get(kind, size).memory_analysis() for kind, size in largest]
     fixed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -251,27 +246,26 @@ class ModelRunner:
         model: StepModel,
         weights: dict[str, Any],
         limits: RunnerLimits,
-        device: jax.Device,
+        sharding: Sharding,
         *,
         cache_dtype: jnp.dtype,
-        min_rows: int,
+        bucket_factor: int,
         eager: bool,
         on_progress: Callable[[int, int], None],
     ) -> None:
         self.limits = limits
-        self._buckets = Buckets.of(limits, min_rows)
+        self._buckets = Buckets.of(limits, bucket_factor)
         zeros = partial(device_state.zeros, model.config, limits, cache_dtype)
         self._programs = Programs(model, limits, self._buckets, weights, jax.eval_shape(zeros))
         if not eager:
             self._programs.compile_all(on_progress)
         self._weights = tuple(jax.tree.leaves(weights))
-        with jax.default_device(device):
-            self._state = tuple(jax.tree.leaves(jax.jit(zeros)()))
-            self._slot_rows = SlotRows(model.config.vocab_size)
+        self._state = tuple(jax.tree.leaves(jax.jit(zeros, out_shardings=sharding)()))
+        self._slot_rows = SlotRows(model.config.vocab_size)
         self._compiles = CompileCounter()
         packed = any(isinstance(weight, PackedWeight) for weight in weights.values())
         self.facts: dict[str, str] = {
-            "device": f"{device.platform} {device.device_kind}",
+            "device": ", ".join(f"{device.platform} {device.device_kind}" for device in sharding.device_set),
             "dtype": f"{model.dtype}{', packed weights' if packed else ''}",
             "kv_cache": f"{limits.num_pages} pages of {limits.page_size} tokens, {cache_dtype}",
             "attention": model.kernels.attend.__module__,

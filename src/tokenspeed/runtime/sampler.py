@@ -54,7 +54,17 @@ class _Rows(NamedTuple):
 def _rows(state: SamplingState, slots: jax.Array) -> _Rows:
     floats, ints = state.floats[slots], state.ints[slots]
     seed = lax.bitcast_convert_type(ints[:, 2:4], jnp.uint32)[:, ::-1]
-    return _Rows(*floats.T, ints[:, 0], ints[:, 1], seed)
+    return _Rows(
+        temperature=floats[:, 0],
+        top_p=floats[:, 1],
+        min_p=floats[:, 2],
+        repetition=floats[:, 3],
+        presence=floats[:, 4],
+        frequency=floats[:, 5],
+        top_k=ints[:, 0],
+        min_tokens=ints[:, 1],
+        seed=seed,
+    )
 
 
 def _unpack(words: jax.Array, size: int) -> jax.Array:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from tokenspeed.config import ModelConfig
 from tokenspeed.layers.attention import Cache
@@ -88,15 +91,15 @@ def zeros(model: ModelConfig, limits: RunnerLimits, cache_dtype: jnp.dtype) -> D
 class SlotRow:
     """A slot's sampling state on its way to the device; shapes are SamplingState's without the first axis."""
 
-    slot: jax.Array
-    floats: jax.Array
-    ints: jax.Array
-    bias_ids: jax.Array
-    bias_values: jax.Array
-    allowed: jax.Array
-    stops: jax.Array
-    in_prompt: jax.Array
-    output_counts: jax.Array
+    slot: ArrayLike
+    floats: ArrayLike
+    ints: ArrayLike
+    bias_ids: ArrayLike
+    bias_values: ArrayLike
+    allowed: ArrayLike
+    stops: ArrayLike
+    in_prompt: ArrayLike
+    output_counts: ArrayLike
 
 
 class SlotRows:
@@ -176,6 +179,21 @@ class SlotRows:
         return self._stops[ids]
 
 
+def row_of(state: SamplingState, slot: jax.Array) -> SlotRow:
+    """A slot's row as it is on the device."""
+    return SlotRow(
+        slot=slot,
+        floats=state.floats[slot],
+        ints=state.ints[slot],
+        bias_ids=state.bias_ids[slot],
+        bias_values=state.bias_values[slot],
+        allowed=state.allowed[slot],
+        stops=state.stops[slot],
+        in_prompt=state.in_prompt[slot],
+        output_counts=state.output_counts[slot],
+    )
+
+
 def admit(state: DeviceState, row: SlotRow) -> DeviceState:
     """The state with one slot's sampling row replaced."""
     old = state.sampling
@@ -190,11 +208,11 @@ def admit(state: DeviceState, row: SlotRow) -> DeviceState:
         in_prompt=old.in_prompt.at[slot].set(row.in_prompt),
         output_counts=old.output_counts.at[slot].set(row.output_counts),
     )
-    return state.replace(sampling=sampling)
+    return replace(state, sampling=sampling)
 
 
 def update_pages(state: DeviceState, updates: jax.Array) -> DeviceState:
     """The state with page-table entries (slot, index, page) [U, 3] set; entries of the padding slot change nothing."""
     padding = state.page_table.shape[0] - 1
     pages = jnp.where(updates[:, 0] == padding, 0, updates[:, 2])
-    return state.replace(page_table=state.page_table.at[updates[:, 0], updates[:, 1]].set(pages))
+    return replace(state, page_table=state.page_table.at[updates[:, 0], updates[:, 1]].set(pages))

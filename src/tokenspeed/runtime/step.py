@@ -6,6 +6,7 @@ leaves the last hidden state of each row, then a head program for a sequence buc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -75,9 +76,10 @@ def _choose(model: StepModel, weights: dense.Weights, state: DeviceState, hidden
         padding = state.last_tokens.shape[0] - 1
         slots = jnp.where(sampled, batch.slots, padding)
         counts = state.sampling.output_counts.at[slots, token_ids].add(jnp.where(sampled, 1, 0))
-        state = state.replace(
+        state = replace(
+            state,
             last_tokens=state.last_tokens.at[slots].set(jnp.where(sampled, token_ids, 0)),
-            sampling=state.sampling.replace(output_counts=counts),
+            sampling=replace(state.sampling, output_counts=counts),
         )
         return state, jnp.concatenate([jnp.where(sampled, token_ids, NO_TOKEN)[:, None], scores], 1)
 
@@ -89,7 +91,7 @@ def decode(
     batch = decode_rows(unpack(packed, bucket))
     state = update_pages(state, batch.page_updates)
     hidden, cache = dense.forward(model.config, weights, state.cache, _tokens(model, state, batch, 1), model.dtype)
-    return _choose(model, weights, state.replace(cache=cache), hidden, batch)
+    return _choose(model, weights, replace(state, cache=cache), hidden, batch)
 
 
 def backbone(
@@ -100,7 +102,7 @@ def backbone(
     state = update_pages(state, batch.page_updates)
     tokens = _tokens(model, state, batch, bucket.tokens)
     hidden, cache = dense.forward(model.config, weights, state.cache, tokens, model.dtype)
-    return state.replace(cache=cache), hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)], hidden
+    return replace(state, cache=cache), hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)], hidden
 
 
 def head(

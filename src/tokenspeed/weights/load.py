@@ -10,6 +10,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from tqdm.auto import tqdm
 
 from tokenspeed.types import ConfigError
@@ -95,7 +96,7 @@ def load(
     params: Mapping[str, Param],
     checkpoint: Checkpoint,
     dtype: jnp.dtype,
-    device: jax.Device,
+    sharding: Sharding,
     *,
     pack: Callable[[Param, QuantizedTensor], Stored | None] | None,
     progress: bool,
@@ -116,19 +117,16 @@ def load(
         few_bits = _read_quantized(param, checkpoint) if pack is not None and param.matmul else None
         packed = None if pack is None or few_bits is None else pack(param, few_bits)
         del few_bits
-        weights[name] = jax.device_put(_read(param, checkpoint).astype(dtype) if packed is None else packed, device)
+        weights[name] = jax.device_put(_read(param, checkpoint).astype(dtype) if packed is None else packed, sharding)
     return weights
 
 
-@partial(jax.jit, static_argnames=("param", "dtype"))
-def _random(param: Param, dtype: jnp.dtype, key: jax.Array) -> jax.Array:
-    return (param.mean + param.scale * jax.random.normal(key, param.shape, jnp.float32)).astype(dtype)
-
-
-def random(params: Mapping[str, Param], dtype: jnp.dtype, device: jax.Device, seed: int) -> dict[str, jax.Array]:
+def random(params: Mapping[str, Param], dtype: jnp.dtype, sharding: Sharding, seed: int) -> dict[str, jax.Array]:
     """Random weights of the true shapes, made on the device."""
-    with jax.default_device(device):
-        key = jax.random.key(seed)
-        return {
-            name: _random(param, dtype, jax.random.fold_in(key, i)) for i, (name, param) in enumerate(params.items())
-        }
+
+    @partial(jax.jit, static_argnums=0, out_shardings=sharding)
+    def one(param: Param, key: jax.Array) -> jax.Array:
+        return (param.mean + param.scale * jax.random.normal(key, param.shape, jnp.float32)).astype(dtype)
+
+    key = jax.random.key(seed)
+    return {name: one(param, jax.random.fold_in(key, i)) for i, (name, param) in enumerate(params.items())}
