@@ -85,12 +85,11 @@ class Pool {
     while (true) {
       RunChunks();
       auto end = std::chrono::steady_clock::now() + kSpin;
-      while (!Open(ticket_.load(std::memory_order_relaxed))) {
-        for (int i = 0; i < 16; ++i) Pause();
-        if (std::chrono::steady_clock::now() > end) {
-          Sleep();
-          end = std::chrono::steady_clock::now() + kSpin;
-        }
+      for (int spins = 1; !Open(ticket_.load(std::memory_order_relaxed)); ++spins) {
+        Pause();
+        if (spins % 64 || std::chrono::steady_clock::now() < end) continue;
+        Sleep();
+        end = std::chrono::steady_clock::now() + kSpin;
       }
     }
   }

@@ -20,6 +20,7 @@ namespace pallas_kernels {
 constexpr int kSteps = 8;  // a block is 8 steps of 4 weights along K for 16 rows
 constexpr int kStepBytes = 64;
 constexpr int kMaxM = 4;   // rows of x a micro-kernel takes at once
+constexpr int kAhead = 4096;  // bytes to prefetch ahead: the hardware stops at every page
 
 // Quantised x, in tiles of M = 4, 2 or 1 rows: for each 32 of K
 //   int8 [M, 32] values, float [M] scales, float [subgroups, M] shifts,
@@ -144,6 +145,7 @@ __attribute__((noinline)) void StripDot(const uint8_t* block, const uint8_t* x, 
   for (int m = 0; m < kM; ++m) acc[m][0] = acc[m][1] = Splat(0.0f);
   for (int g = 0; g < groups; ++g, block += kBytes, x += XBytes(kM, kSub)) {
     __m256i pairs[kM][2], sums[kM][2];
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(block + kAhead + i);
     const float* meta = reinterpret_cast<const float*>(x + kM * kBlock);
     auto flush = [&](int s) __attribute__((always_inline)) {
       for (int h = 0; h < 2; ++h)

@@ -12,53 +12,91 @@
 namespace pallas_kernels {
 namespace {
 
-typedef int8_t B8 __attribute__((vector_size(8)));
+// Rounds v[4] * inverse to 32 int8 at q; returns their sums over the first and the last 16.
+struct Sums {
+  int first, last;
+};
 
-// One group of one row of a tile of `width` rows; x points at the group's 32 floats.
-void QuantizeGroup(const float* x, const Weight& w, int width, int row, uint8_t* tile) {
-  F8 v[4], high = Splat(0.0f);
-  I8 nan = {};
-  for (int i = 0; i < 4; ++i) {
-    v[i] = Load(x + 8 * i);
-    nan |= v[i] != v[i];
-    high = Max(high, v[i] < 0 ? -v[i] : v[i]);
-  }
-  bool poisoned = false;
-  for (int i = 0; i < 8; ++i) poisoned |= nan[i] != 0;
-  const float top = HighestOf(high);
-  const float scale = poisoned ? std::numeric_limits<float>::quiet_NaN() : top / 127.0f;
-  const float inverse = top > 0 && !poisoned ? 127.0f / top : 0.0f;
-  I8 sum[2] = {};
-  for (int i = 0; i < 4; ++i) {
-    const F8 magic = Splat(12582912.0f);  // adding it rounds to the nearest integer
-    const I8 n = __builtin_convertvector((v[i] * inverse + magic) - magic, I8);
-    sum[i * w.subgroups / 4] += n;
-    const B8 bytes = __builtin_convertvector(n, B8);
-    std::memcpy(tile + row * kBlock + 8 * i, &bytes, sizeof bytes);
-  }
-  float* meta = reinterpret_cast<float*>(tile + width * kBlock);
-  meta[row] = scale;
-  for (int s = 0; s < w.subgroups; ++s) {
-    int total = 0;
-    for (int i = 0; i < 8; ++i) total += sum[s][i];
-    meta[(1 + s) * width + row] = static_cast<float>(total) * scale * (w.has_offsets ? 1.0f : -w.zero);
-  }
+#ifdef PALLAS_KERNELS_AVX2
+
+float LargestMagnitude(const F8 (&v)[4]) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i high = _mm256_setzero_si256();  // as integers, so that a NaN is the largest
+  for (const F8& part : v) high = _mm256_max_epi32(high, _mm256_and_si256((__m256i)part, magnitude));
+  __m128i top = _mm_max_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0b01001110));
+  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0b10110001));
+  return _mm_cvtss_f32(_mm_castsi128_ps(top));
 }
 
+Sums RoundGroup(const F8 (&v)[4], float inverse, uint8_t* q) {
+  __m256i n[4];
+  for (int i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps((__m256)v[i], _mm256_set1_ps(inverse)));
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_permutevar8x32_epi32(bytes, order));
+  const __m256i pairs = _mm256_hadd_epi32(_mm256_add_epi32(n[0], n[1]), _mm256_add_epi32(n[2], n[3]));
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  const __m128i two = _mm_hadd_epi32(four, four);
+  return {_mm_cvtsi128_si32(two), _mm_extract_epi32(two, 1)};
+}
+
+#else
+
+float LargestMagnitude(const F8 (&v)[4]) {
+  uint32_t top = 0;  // as integers, so that a NaN is the largest
+  for (const F8& part : v) {
+    uint32_t bits[8];
+    std::memcpy(bits, &part, sizeof bits);
+    for (uint32_t b : bits) top = std::max(top, b & 0x7fffffff);
+  }
+  float value;
+  std::memcpy(&value, &top, 4);
+  return value;
+}
+
+Sums RoundGroup(const F8 (&v)[4], float inverse, uint8_t* q) {
+  int sums[2] = {};
+  for (int i = 0; i < kBlock; ++i) {
+    const int n = static_cast<int>(std::lrint(v[i / 8][i % 8] * inverse));
+    sums[i / 16] += n;
+    q[i] = static_cast<uint8_t>(n);
+  }
+  return {sums[0], sums[1]};
+}
+
+#endif
+
+// One group of one row of a tile of `width` rows.
+PALLAS_KERNELS_INLINE void QuantizeGroup(const F8 (&v)[4], float shift, int subgroups, int width, int row, uint8_t* tile) {
+  const float top = LargestMagnitude(v);
+  const float scale = top * (1.0f / 127.0f);  // NaN and infinity pass through it to the result
+  const float inverse = top > 0 && top <= std::numeric_limits<float>::max() ? 127.0f / top : 0.0f;
+  const Sums sums = RoundGroup(v, inverse, tile + row * kBlock);
+  float* meta = reinterpret_cast<float*>(tile + width * kBlock) + row;
+  meta[0] = scale;
+  meta[width] = static_cast<float>(subgroups == 1 ? sums.first + sums.last : sums.first) * scale * shift;
+  if (subgroups == 2) meta[2 * width] = static_cast<float>(sums.last) * scale * shift;
+}
+
+// One row of x into a tile of `width` rows.
 void QuantizeRow(const float* x, const Weight& w, const Prologue& before, int width, int row, uint8_t* tile) {
+  const float shift = w.has_offsets ? 1.0f : -w.zero;
+  const float* norm = before.norm;
   float factor = 1.0f;
-  if (before.norm) {
-    F8 square = Splat(0.0f);
-    for (int i = 0; i < w.k; i += 8) square += Load(x + i) * Load(x + i);
-    factor = 1.0f / std::sqrt(Sum(square) / static_cast<float>(w.k) + before.eps);
+  if (norm) {
+    F8 square[2] = {Splat(0.0f), Splat(0.0f)};
+    for (int i = 0; i < w.k; i += 16)
+      for (int h = 0; h < 2; ++h) square[h] += Load(x + i + 8 * h) * Load(x + i + 8 * h);
+    factor = 1.0f / std::sqrt(Sum(square[0] + square[1]) / static_cast<float>(w.k) + before.eps);
   }
   for (int g = 0; g < w.groups(); ++g, x += kBlock, tile += XBytes(width, w.subgroups)) {
-    float normed[kBlock];
-    if (before.norm) {
-      const float* norm = before.norm + g * kBlock;
-      for (int i = 0; i < kBlock; i += 8) Store(normed + i, Load(x + i) * factor * (Load(norm + i) + before.plus));
+    F8 v[4];
+    for (int i = 0; i < 4; ++i) {
+      v[i] = Load(x + 8 * i);
+      if (norm) v[i] *= factor * (Load(norm + g * kBlock + 8 * i) + before.plus);
     }
-    QuantizeGroup(before.norm ? normed : x, w, width, row, tile);
+    QuantizeGroup(v, shift, w.subgroups, width, row, tile);
   }
 }
 
@@ -158,7 +196,9 @@ void QuantizedMatmul(const float* x, int m, const Weight& w, const Prologue& bef
   }
   const Dots dots = Pick(w);
   const int band = std::max(32, 256 * 1024 / w.k / kMaxM * kMaxM);  // rows of x that stay in L2 beside a strip
-  const int run = std::clamp(w.strips / (8 * pool.threads()), 1, 8);
+  // Strips a thread takes at once: 64 KiB of weights where reading them is what takes the time, fewer for many rows.
+  const int tiles = (m + kMaxM - 1) / kMaxM, strip_bytes = w.groups() * w.block_bytes();
+  const int run = std::max(1, std::min(64 * 1024 / strip_bytes, w.strips / (2 * pool.threads())) / tiles);
   for (int begin = 0; begin < m; begin += band) {
     const int end = std::min(m, begin + band);
     pool.For((w.strips + run - 1) / run, [&](int part) {

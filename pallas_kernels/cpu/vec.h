@@ -20,11 +20,6 @@ inline void Store(float* p, F8 v) { std::memcpy(p, &v, sizeof v); }
 inline F8 Splat(float x) { return F8{x, x, x, x, x, x, x, x}; }
 inline F8 Max(F8 a, F8 b) { return a > b ? a : b; }
 inline float Sum(F8 v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
-inline float HighestOf(F8 v) {
-  float a = std::fmax(std::fmax(v[0], v[4]), std::fmax(v[1], v[5]));
-  return std::fmax(a, std::fmax(std::fmax(v[2], v[6]), std::fmax(v[3], v[7])));
-}
-
 // e^x within 2 ulp for finite x, 0 below -87, e^88 above 88 (Cephes' polynomial, as in every vector library).
 inline F8 Exp(F8 x) {
   const F8 low = Splat(-87.33f), high = Splat(88.0f);

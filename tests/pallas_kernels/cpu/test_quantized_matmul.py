@@ -50,9 +50,8 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     groups = x.reshape(len(x), -1, 32)
     top = np.abs(groups).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
-    scales = np.broadcast_to(top / np.float32(127), groups.shape)
-    # In float64, since the kernel rounds the exact product (a fused multiply-add does).
-    return np.rint(groups.astype(np.float64) * inverse).reshape(x.shape), scales.reshape(x.shape)
+    scales = np.broadcast_to(top * (np.float32(1) / np.float32(127)), groups.shape)
+    return np.rint(groups * inverse).reshape(x.shape), scales.reshape(x.shape)
 
 
 def run(x: np.ndarray, weight: PackedWeight, **kwargs) -> np.ndarray:
