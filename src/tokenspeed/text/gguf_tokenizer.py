@@ -82,7 +82,7 @@ _DEEPSEEK3 = _Splits(
     (
         r"\p{N}{1,3}",
         "[一-龥぀-ゟ゠-ヿ]+",
-        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
         rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
     )
 )
@@ -103,6 +103,9 @@ _SPLITS = {
     "deepseek-v3": _DEEPSEEK3,
 }
 """By `tokenizer.ggml.pre`; the patterns are those of the models' own tokenizer.json."""
+
+SPLIT_PATTERNS = frozenset(pattern for splits in _SPLITS.values() for pattern in splits.patterns)
+"""The patterns of all splits, which `safe_cuts` knows."""
 
 
 class ConvertedTokenizer(NamedTuple):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -73,7 +73,7 @@ class Tokenizer:
         self._before, self._after = self._surroundings()
 
     def _read_decoder(self, source: str) -> None:
-        steps = list(_steps(backend_state(self.backend.decoder), "decoders"))
+        steps = list(steps_of(self.backend.decoder, "decoders"))
         kinds = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in kinds
         if not self._byte_level and not kinds & {"ByteFallback", "Metaspace"}:
@@ -113,11 +113,15 @@ class Tokenizer:
         """The ids of a text that was encoded without special tokens, with them."""
         return [*self._before, *ids, *self._after]
 
-    def _encode(self, text: str) -> list[int]:
+    def encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens around it. Raises InvalidRequest as `encode` does."""
         try:
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(parts, add_special_tokens=False)]
         except TypeError as error:  # what the library says of a str that is not valid Unicode
             raise InvalidRequest("the text holds a lone surrogate (U+D800 to U+DFFF), which no encoding has") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.encode_parts([text])[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The ids' text; bytes that are not UTF-8 become U+FFFD.
@@ -170,19 +174,22 @@ class Tokenizer:
         return dict(self._added)
 
 
-def backend_state(part: tokenizers.decoders.Decoder | None) -> JsonObject:
-    """A tokenizer part's JSON."""
-    return {} if part is None else json.loads(part.__getstate__())
+class _Part(Protocol):
+    """A decoder, normaliser or pre-tokenizer of the `tokenizers` library."""
+
+    def __getstate__(self) -> bytes: ...
 
 
-def _steps(state: JsonObject, key: str) -> Iterator[JsonObject]:
-    """The parts that a part of type Sequence is made of, itself if it is none."""
-    inner = state.get(key)
-    if isinstance(inner, list):
-        for part in inner:
-            yield from _steps(part, key)
-    elif state:
+def steps_of(part: _Part | None, inner: str) -> Iterator[JsonObject]:
+    """The simple steps of a tokenizer's part, as JSON objects with a `type`; `inner` names the list in a sequence."""
+    return iter(()) if part is None else _flatten(json.loads(part.__getstate__()), inner)
+
+
+def _flatten(state: JsonObject, inner: str) -> Iterator[JsonObject]:
+    if state["type"] != "Sequence":
         yield state
+    for step in cast(list[JsonObject], state.get(inner, [])):
+        yield from _flatten(step, inner)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
