@@ -37,7 +37,7 @@ class SlowRunner(FakeRunner):
     """A device that takes a while for each step, so that a test can come between."""
 
     def dispatch(self, schedule: Schedule) -> FakeStep:
-        time.sleep(0.005)
+        time.sleep(0.02)
         return super().dispatch(schedule)
 
 

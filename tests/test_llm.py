@@ -102,6 +102,7 @@ def test_samples_differ_by_their_seed(made: Made) -> None:
     [output] = made.llm.generate("hello", sampling)
     assert ids_of(output) == expected("hello", sampling)
     assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert len({sample.token_ids for sample in output.outputs}) == 3
     assert output.usage.completion_tokens == sum(map(len, ids_of(output)))
     assert output.usage.prompt_tokens == 5
 
@@ -142,14 +143,14 @@ def test_cached_tokens_are_told(made: Made) -> None:
     assert first.token_ids == second.token_ids
 
 
-def test_a_stop_string_ends_the_text_and_the_request(slow: Made) -> None:
-    [whole] = slow.llm.generate("hello", LONG)
+def test_a_stop_string_ends_the_text_and_the_request(made: Made, slow: Made) -> None:
+    [whole] = made.llm.generate("hello", LONG)
     stop = whole.text[4:6]
     [output] = slow.llm.generate("hello", SamplingParams(seed=5, max_tokens=80, ignore_eos=True, stop=(stop,)))
     assert output.text == whole.text[: whole.text.index(stop)]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
     assert settled(slow.engine)
-    assert int(slow.runner.schedules[-1].kv_lens[0]) < 40
+    assert int(slow.runner.schedules[-1].kv_lens[0]) < 60
 
 
 # Defaults and validation
@@ -320,7 +321,7 @@ def leave_before_the_first_step(llm: LLM) -> None:
 def test_who_leaves_a_stream_ends_its_request(slow: Made, leave: Any) -> None:
     leave(slow.llm)
     assert settled(slow.engine)
-    assert longest(slow.runner) < 40
+    assert longest(slow.runner) < 60
 
 
 def test_several_streams_at_once(made: Made) -> None:
@@ -341,6 +342,7 @@ def test_an_interrupt_ends_generate_and_leaves_the_llm(slow: Made) -> None:
     with pytest.raises(KeyboardInterrupt):
         slow.llm.generate(["one", "two", "three"], LONG)
     assert settled(slow.engine)
+    assert longest(slow.runner) < 60
     [output] = slow.llm.generate("hello", SEEDED)
     assert ids_of(output) == expected("hello", SEEDED)
 
@@ -351,6 +353,7 @@ def test_an_interrupt_ends_a_stream_and_leaves_the_llm(slow: Made) -> None:
     with pytest.raises(KeyboardInterrupt):
         steps.extend(slow.llm.stream("hello", LONG))
     assert settled(slow.engine)
+    assert longest(slow.runner) < 60
     [output] = slow.llm.generate("hello", SEEDED)
     assert ids_of(output) == expected("hello", SEEDED)
 
@@ -400,6 +403,7 @@ def test_a_cancelled_task_ends_its_requests(slow: Made) -> None:
         assert settled(slow.engine)
 
     asyncio.run(main())
+    assert longest(slow.runner) < 60
 
 
 def test_who_leaves_an_async_stream_ends_its_request(slow: Made) -> None:
@@ -413,7 +417,7 @@ def test_who_leaves_an_async_stream_ends_its_request(slow: Made) -> None:
         assert [step async for step in stream] == []
 
     asyncio.run(main())
-    assert longest(slow.runner) < 40
+    assert longest(slow.runner) < 60
 
 
 def test_an_async_stream_fails_with_its_first_step(made: Made) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.engine.fake import FakeRunner, limits
 from tests.fake_llm import TOKENIZER
 from tokenspeed import LLM, EngineConfig, SamplingParams
 from tokenspeed.config import GenerationDefaults
-from tokenspeed.loading import open_text
+from tokenspeed.loading import build, open_text
+from tokenspeed.runtime import build as runtime_build
 from tokenspeed.types import ConfigError
+from tokenspeed.weights.checkpoint import Checkpoint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,13 +95,42 @@ def test_the_text_side_needs_no_jax() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_an_llm_of_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    settings = {"load_format": "dummy", "max_num_seqs": 2, "max_num_batched_tokens": 16, "compilation_cache": False}
-    with LLM(folder, **settings) as llm:
-        [alone] = llm.generate("hello", sampling)
-        assert len(alone.token_ids) == 4
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Checkpoint]]:
+    """What runners were built of; they are fakes."""
+    calls: list[tuple[EngineConfig, Checkpoint]] = []
+
+    def build_fake(config: EngineConfig, checkpoint: Checkpoint, on_progress: Callable[[int, int], None]) -> FakeRunner:
+        calls.append((config, checkpoint))
+        for done in (1, 2):
+            on_progress(done, 2)
+        return FakeRunner(limits())
+
+    monkeypatch.setattr(runtime_build, "build_runner", build_fake)
+    return calls
+
+
+def test_an_llm_of_a_folder(
+    folder: Path, built: list[tuple[EngineConfig, Checkpoint]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(folder, load_format="dummy", max_num_seqs=2) as llm:
         assert "Compiling" in capsys.readouterr().err
-    with LLM(folder, **settings, progress=False) as llm:
-        assert llm.generate(["hello", "you"], sampling)[0].token_ids == alone.token_ids
+        [answer] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=4))
+        assert answer.prompt == "hi!"
+        assert llm.default_sampling().temperature == 0.5
+    [(config, checkpoint)] = built
+    assert config == EngineConfig(model=str(folder), load_format="dummy", max_num_seqs=2)
+    assert checkpoint.config.num_layers == 1
+
+
+@pytest.mark.usefixtures("built")
+def test_progress_can_be_turned_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(folder, load_format="dummy", progress=False):
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("built")
+def test_a_build_logs_how_far_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "tokenspeed"):
+        assert build(config_of(folder)).limits == limits()
+    assert caplog.messages == ["compiled 1 of 2 programs", "compiled 2 of 2 programs"]

@@ -101,4 +101,5 @@ class _CompileBar:
 
 
 def _log_progress(done: int, total: int) -> None:
-    log.info("compiled %d of %d programs", done, total)
+    if done * 4 // total > (done - 1) * 4 // total:  # each quarter
+        log.info("compiled %d of %d programs", done, total)
