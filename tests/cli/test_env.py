@@ -10,7 +10,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from pallas_kernels import cpu
 from tokenspeed.cli.env import as_text, make_report, run
+
+
+@pytest.fixture(autouse=True)
+def quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ kernels are said to be there, and not built."""
+    monkeypatch.setattr(cpu, "load", lambda folder: None)
 
 
 def test_the_report_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +31,12 @@ def test_the_report_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
     assert report["cache"] == {"folder": str(tmp_path), "compiled": "3.0 MiB"}
     assert set(report["compilers"]) & {"c++", "g++", "clang++", "none"}
     assert {"paged_attention", "write_kv"} <= set(report["kernels"])
+    assert report["kernels"]["packed weights"] == "C++"  # pyright: ignore[reportArgumentType]
+
+
+def test_why_kernels_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load", lambda folder: f"no compiler for {folder.name}")
+    assert make_report()["kernels"]["packed weights"] == "none: no compiler for kernels"  # pyright: ignore[reportArgumentType]
 
 
 def test_json_and_text_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,11 @@ def test_flags_make_configurations() -> None:
     )
 
 
+def test_names_of_dtypes() -> None:
+    for given, dtype in (("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16"), ("auto", "auto")):
+        assert PARSER.read(["--dtype", given]).part("engine") == {"dtype": dtype}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 import pallas_kernels
+from pallas_kernels import cpu
 from tokenspeed import __version__
 from tokenspeed.cli.kinds import Flag, Switch
 from tokenspeed.cli.parser import Parser
@@ -125,7 +126,14 @@ def _kernels() -> dict[str, str]:
         "head_dim": 64 if platform_name == "cpu" else 128,
         "page_size": 32 if platform_name == "cpu" else 16,
     }
-    return {op: _choices(op, case) for op in pallas_kernels.names()}
+    chosen = {op: _choices(op, case) for op in pallas_kernels.names()}
+    return {**chosen, "packed weights": _packed()} if platform_name == "cpu" else chosen
+
+
+def _packed() -> str:
+    """What multiplies by weights of few bits on a CPU; builds it if that has not been done."""
+    reason = cpu.load(environment().home / "kernels")
+    return "C++" if reason is None else f"none: {reason}"
 
 
 def _choices(op: str, case: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from tokenspeed.config import Dtype, EngineConfig, LoadFormat, ServerConfig
 
 _ENGINE = EngineConfig()
 _SERVER = ServerConfig()
+_DTYPES = {**{name: name for name in get_args(Dtype)}, "half": "float16", "float": "float32"}
 
 _MODEL: tuple[Flag, ...] = (
     Value(
@@ -32,7 +33,12 @@ _MODEL: tuple[Flag, ...] = (
     Value("engine.tokenizer", "--tokenizer --tokenizer-path", "a folder, a tokenizer.json or a hub id"),
     Value("engine.revision", "--revision", "branch, tag or commit of a hub model"),
     Value("engine.load_format", "--load-format", "dummy: random weights", choices=get_args(LoadFormat)),
-    Value("engine.dtype", "--dtype", f"of weights and activations (default {_ENGINE.dtype})", choices=get_args(Dtype)),
+    Value(
+        "engine.dtype",
+        "--dtype",
+        f"of weights and activations: {', '.join(_DTYPES)} (default {_ENGINE.dtype})",
+        parse=mapped(_DTYPES),
+    ),
     Json("engine.hf_overrides", "--hf-overrides --json-model-override-args", "keys of config.json to replace"),
     Value("engine.download_dir", "--download-dir", "where models are kept (default TOKENSPEED_HOME)"),
     Value("engine.chat_template", "--chat-template", "a file or the template's text (default the model's own)"),
