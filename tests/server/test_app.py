@@ -20,7 +20,12 @@ from tokenspeed.text.chat_template import ChatTemplate
 from tokenspeed.types import EngineDead
 
 TEMPLATE = ChatTemplate(
-    {"default": "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"}, {}, "t"
+    {
+        "default": "{% if tools %}[{{ tools | length }}]{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    },
+    {},
+    "test",
 )
 
 
@@ -324,6 +329,9 @@ def test_tokenize(server: Server) -> None:
     chat = {"messages": [{"role": "user", "content": "ab"}]}
     assert fine(server.post("/tokenize", chat))["tokens"] == list(b"ab>")
     assert fine(server.post("/tokenize", {**chat, "add_generation_prompt": False}))["tokens"] == list(b"ab")
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert fine(server.post("/tokenize", {**chat, **tools}))["tokens"] == list(b"[1]ab>")
+    assert fine(server.post("/tokenize", {**chat, **tools, "tool_choice": "none"}))["tokens"] == list(b"ab>")
     assert server.refused("/tokenize", {})["param"] == "prompt"
     assert server.refused("/tokenize", {"messages": []})["param"] == "messages"
 

@@ -23,6 +23,9 @@ from tokenspeed.types import TokenspeedError
 MAX_NAMED_FIELDS = 32
 """Most unknown fields that a response names."""
 
+MAX_FIELD_NAME = 64
+"""As much of an unknown field's name is told, in characters."""
+
 MAX_REQUEST_ID = 256
 """Longest `X-Request-Id` that is taken over, in characters."""
 
@@ -102,7 +105,8 @@ def _check_content_type(content_type: str) -> None:
 def _naming(ignored: list[str], send: Send) -> Send:
     """`send`, with the header that names the fields nobody knew."""
     # A name may hold anything, line breaks too: what is no plain character is escaped as in a URL.
-    value = ", ".join(quote(name, safe="[]") for name in ignored[:MAX_NAMED_FIELDS]).encode()
+    names = [quote(name[:MAX_FIELD_NAME]) for name in ignored[:MAX_NAMED_FIELDS]]
+    value = ", ".join(names).encode()
 
     async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -12,6 +12,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -76,7 +77,7 @@ def listening(config: ServerConfig) -> Generator[socket.socket]:
             yield listener
         finally:
             if config.uds is not None:
-                os.unlink(config.uds)
+                Path(config.uds).unlink(missing_ok=True)
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -160,12 +161,11 @@ class _Server(uvicorn.Server):
     async def _load(self) -> None:
         try:
             (text, encoder), _ = await asyncio.gather(in_thread(self._open_text), in_thread(self._engine.wait_ready))
+            self._state.serve(text, encoder)
+            self._on_ready()
         except Exception as error:  # the caller of `run_server` gets it, whatever it is
             self.failure = None if self.should_exit else error
             self.should_exit = True
-            return
-        self._state.serve(text, encoder)
-        self._on_ready()
 
     def _open_text(self) -> tuple[ModelText, IncrementalEncoder]:
         text = self._load_text()

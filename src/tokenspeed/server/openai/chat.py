@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from tokenspeed.server.endpoint import Call
-from tokenspeed.server.openai.chat_prompt import render
+from tokenspeed.server.openai.chat_prompt import check_tools, render
 from tokenspeed.server.openai.chat_writer import ChatStyle, ChatWriter
 from tokenspeed.server.openai.logprobs import TokenNames
 from tokenspeed.server.openai.prompts import check_length, engine_requests
@@ -24,6 +24,7 @@ def answer_chat(state: ServerState, call: Call) -> ASGIApp:
     state.check_model(options.model)
     report = UsageReport.of(state, options)
     sampling = _sampling(state, served, options)
+    check_tools(prompt)
     text = render(served, prompt)
     check_length(text, options, served.limits, "messages")
     ids = served.encoder.encode(text, add_special_tokens=prompt.add_special_tokens)

@@ -13,20 +13,19 @@ from tokenspeed.types import InvalidRequest
 
 
 def render(served: Served, prompt: ChatPrompt) -> str:
-    """The text of a conversation.
+    """The text of a conversation. Tools are shown unless `tool_choice` is none.
 
     Raises:
-      InvalidRequest: the model has no chat template, the template refuses the messages, they hold what is no text, or
-        they ask for calls of tools.
+      InvalidRequest: the model has no chat template, the template refuses the messages, or they hold what is no text.
     """
     template = served.text.chat_template
     if template is None:
         raise InvalidRequest(
             "This model has no chat template; start the server with --chat-template, or use completions"
         )
-    _check_tools(prompt)
     return template.render(
         [_message(message) for message in prompt.messages],
+        tools=None if prompt.tool_choice == "none" else prompt.tools,
         documents=prompt.documents,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
@@ -34,12 +33,10 @@ def render(served: Served, prompt: ChatPrompt) -> str:
     )
 
 
-def _check_tools(prompt: ChatPrompt) -> None:
-    """Raises InvalidRequest unless no call of a tool can be meant: a model that is not shown tools calls none."""
+def check_tools(prompt: ChatPrompt) -> None:
+    """Raises InvalidRequest if an answer could call a tool, which nobody would parse."""
     choice = prompt.tool_choice
-    if choice is None:
-        choice = "auto" if prompt.tools else "none"
-    if choice not in ("none", "auto"):
+    if choice not in (None, "none", "auto"):
         known = isinstance(choice, dict) or choice == "required"
         what = "tool_choice is not supported: calls of tools are not available" if known else "tool_choice is unknown"
         raise InvalidRequest(f"{what}; use none", param="tool_choice")
