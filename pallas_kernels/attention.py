@@ -222,12 +222,24 @@ def xla_gather(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Decode without a loop, which a GPU can put into one graph: reads every page a row could have, if they are few."""
+    """For a GPU: decode without a loop, reading every page a row could have, if they are few; elsewhere fewer, larger turns."""
     (B, W), S = page_table.shape, k_pages.shape[3]
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     if max_q_len == 1 and B * W * S <= GATHER_TOKENS:
         return _decode(q, k_pages, v_pages, page_table, kv_lens, block_tokens=W * S, **options)
-    return xla(q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, num_seqs, max_q_len=max_q_len, **options)
+    return xla(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        kv_lens,
+        cu_q_lens,
+        num_seqs,
+        max_q_len=max_q_len,
+        q_tile=128,
+        block_tokens=1024,
+        **options,
+    )
 
 
 def write_kv(
