@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenspeed.engine.page_pool import PagePool
-from tokenspeed.engine.prefix_cache import PrefixCache, split_pages
+from tokenspeed.engine.prefix_cache import PrefixCache
 from tokenspeed.types import RunnerLimits
 
 _NO_UPDATES = np.empty((0, 3), np.int32)
@@ -122,7 +122,7 @@ class PageTable:
         row, first, stop = self.pages[slot], int(self.num_shared[slot]), len(ids) // size
         parent = int(row[first - 1]) if first else None
         doubles: list[int] = []
-        contents = split_pages(ids[first * size :], size)
+        contents = self.cache.split(ids[first * size :])
         for index, (page, content) in enumerate(zip(row[first:stop].tolist(), contents, strict=True), first):
             parent = self.cache.publish(parent, salt, content, page)
             if parent != page:

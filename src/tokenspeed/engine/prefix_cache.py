@@ -10,12 +10,6 @@ _UNSALTED = -1
 """Stands for the parent of a first page; a salted first page has its salt there."""
 
 
-def split_pages(ids: np.ndarray, page_size: int) -> list[bytes]:
-    """The content of each full page of int32 ids, contiguous."""
-    full = len(ids) // page_size * page_size
-    return ids[:full].view(np.dtype((np.void, page_size * ids.itemsize))).tolist()
-
-
 class PrefixCache:
     """A tree of full pages, keyed by (parent page, the page's ids); equal keys mean equal prefixes, with no hash to trust.
 
@@ -28,6 +22,7 @@ class PrefixCache:
         self.num_idle = 0
         """Pages in the tree that nobody uses."""
         self._page_size = page_size
+        self._content = np.dtype((np.void, page_size * np.dtype(np.int32).itemsize))
         self._index: dict[tuple[int | str, bytes], int] = {}
         self._keys: list[tuple[int | str, bytes] | None] = [None] * num_pages
         self._users = np.zeros(num_pages, np.int32)
@@ -39,6 +34,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._index)
 
+    def split(self, ids: np.ndarray) -> list[bytes]:
+        """The content of each full page of int32 ids, contiguous."""
+        return ids[: len(ids) // self._page_size * self._page_size].view(self._content).tolist()
+
     def match(self, ids: np.ndarray, salt: str | None, max_pages: int) -> np.ndarray:
         """The pages of the longest known prefix, int32, at most `max_pages`; linear in the prefix.
 
@@ -48,7 +47,7 @@ class PrefixCache:
         find = self._index.get
         parent: int | str = _UNSALTED if salt is None else salt
         pages: list[int] = []
-        for content in split_pages(ids[: max_pages * self._page_size], self._page_size):
+        for content in self.split(ids[: max_pages * self._page_size]):
             page = find((parent, content))
             if page is None:
                 break
@@ -65,19 +64,19 @@ class PrefixCache:
         self.num_idle -= self.count_idle(pages)
         self._users[pages] += 1
 
-    def publish(self, parent: int | None, salt: str | None, ids: bytes, page: int) -> int:
+    def publish(self, parent: int | None, salt: str | None, content: bytes, page: int) -> int:
         """Gives a full page to the tree, its giver being its first user.
 
         Args:
           parent: the published page before it; None if it is a prompt's first.
-          ids: the page's int32 ids.
+          content: the page's int32 ids.
 
         Returns:
           The page that now holds these ids for its giver: another than `page` if the tree has one already, in which
           case `page` stays the giver's.
         """
         root: int | str = _UNSALTED if salt is None else salt
-        key = (root if parent is None else parent, ids)
+        key = (root if parent is None else parent, content)
         known = self._index.setdefault(key, page)
         if known == page:
             self._keys[page] = key
