@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -123,6 +124,8 @@ def main() -> None:
                 "python": sys.version.split()[0],
                 "numpy": np.__version__,
                 "device": platform.processor() or platform.machine(),
+                "cpus": os.cpu_count(),
+                "load_average": os.getloadavg()[0],
                 "steps": arguments.steps,
                 "prompt_tokens": PROMPT_TOKENS,
                 "page_size": PAGE_SIZE,
