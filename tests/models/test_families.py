@@ -115,6 +115,7 @@ def _check_decode(forward: Forward, expected: Answers) -> None:
         np.testing.assert_allclose(np.concatenate(got), expected.decode_logits[:, step], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kernel", ["xla", "reference"])
 def test_prefill_then_decode_equals_transformers(model: tuple[ModelConfig, dict, Answers], kernel: str) -> None:
     config, weights, expected = model
