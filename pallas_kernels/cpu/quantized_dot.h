@@ -3,19 +3,11 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(PALLAS_KERNELS_PORTABLE)
-#include <immintrin.h>
-#define PALLAS_KERNELS_AVX2 1
-#endif
 
 #include "quantized_matmul.h"
 #include "vec.h"
 
 namespace pallas_kernels {
-
-#define PALLAS_KERNELS_INLINE inline __attribute__((always_inline))
 
 constexpr int kSteps = 8;  // a block is 8 steps of 4 weights along K for 16 rows
 constexpr int kStepBytes = 64;
@@ -27,20 +19,6 @@ constexpr int kAhead = 4096;  // bytes to prefetch ahead: the hardware stops at 
 // where a shift is what the weights' offset multiplies: sum of values * scale, times -zero where no offset is stored.
 constexpr int XBytes(int m, int subgroups) { return m * (kBlock + 4 * (1 + subgroups)); }
 
-inline float HalfAt(const uint8_t* p, int i) {
-  uint16_t h;
-  std::memcpy(&h, p + 2 * i, 2);
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
-  uint32_t bits = static_cast<uint32_t>(h & 0x7fff) << 13;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  value *= 5.192296858534828e33f;  // 2^112 rebiases the exponent and normalises subnormals
-  std::memcpy(&bits, &value, 4);
-  bits |= sign;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
 inline int ValueAt(int bits, const uint8_t* block, int row, int k) {
   const int step = k / 4, at = row * 4 + k % 4;
   if (bits == 8) return static_cast<int8_t>(block[step * kStepBytes + at]);
@@ -51,25 +29,15 @@ inline int ValueAt(int bits, const uint8_t* block, int row, int k) {
   return low;
 }
 
-PALLAS_KERNELS_INLINE F8 Halves(const uint8_t* p) {
-#ifdef PALLAS_KERNELS_AVX2
-  return (F8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  F8 v;
-  for (int i = 0; i < 8; ++i) v[i] = HalfAt(p, i);
-  return v;
-#endif
-}
-
 // acc += scale * x_scale * dot + offset * shift, for 8 rows of one group.
 template <int kSub, bool kOffsets>
 PALLAS_KERNELS_INLINE void Accumulate(const uint8_t* scales, int subgroup, int half, float x_scale, float shift, F8 dot, F8& acc) {
   const F8 scale = Halves(scales + (subgroup * kRows + 8 * half) * 2);
   if constexpr (kOffsets) {
     const F8 offset = Halves(scales + ((kSub + subgroup) * kRows + 8 * half) * 2);
-    acc += offset * shift + scale * (dot * x_scale);
+    acc += Fma(offset, Splat(shift), scale * (dot * x_scale));
   } else {
-    acc += scale * (dot * x_scale + shift);
+    acc = Fma(scale, Fma(dot, Splat(x_scale), Splat(shift)), acc);
   }
 }
 

@@ -87,7 +87,7 @@ void QuantizeRow(const float* x, const Weight& w, const Prologue& before, int wi
   if (norm) {
     F8 square[2] = {Splat(0.0f), Splat(0.0f)};
     for (int i = 0; i < w.k; i += 16)
-      for (int h = 0; h < 2; ++h) square[h] += Load(x + i + 8 * h) * Load(x + i + 8 * h);
+      for (int h = 0; h < 2; ++h) square[h] = Fma(Load(x + i + 8 * h), Load(x + i + 8 * h), square[h]);
     factor = 1.0f / std::sqrt(Sum(square[0] + square[1]) / static_cast<float>(w.k) + before.eps);
   }
   for (int g = 0; g < w.groups(); ++g, x += kBlock, tile += XBytes(width, w.subgroups)) {
