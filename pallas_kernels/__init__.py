@@ -4,6 +4,9 @@ Importable alone; knows nothing of the engine that uses it.
 """
 
 from pallas_kernels import attention
-from pallas_kernels.registry import Choice, Kernel, explain, names, register, select
+from pallas_kernels.cpu import kernels as _cpu_kernels
+from pallas_kernels.registry import Choice, Kernel, explain, find, names, register, select
 
-__all__ = ["Choice", "Kernel", "attention", "explain", "names", "register", "select"]
+_ = _cpu_kernels  # imported for what it registers
+
+__all__ = ["Choice", "Kernel", "attention", "explain", "find", "names", "register", "select"]

@@ -224,9 +224,18 @@ def xla_gather(
 ) -> jax.Array:
     """For a GPU: decode without a loop, reading every page a row could have, if they are few; elsewhere fewer, larger turns."""
     (B, W), S = page_table.shape, k_pages.shape[3]
-    options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     if max_q_len == 1 and B * W * S <= GATHER_TOKENS:
-        return _decode(q, k_pages, v_pages, page_table, kv_lens, block_tokens=W * S, **options)
+        return _decode(
+            q,
+            k_pages,
+            v_pages,
+            page_table,
+            kv_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            block_tokens=W * S,
+        )
     return xla(
         q,
         k_pages,
@@ -236,9 +245,11 @@ def xla_gather(
         cu_q_lens,
         num_seqs,
         max_q_len=max_q_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
         q_tile=128,
         block_tokens=1024,
-        **options,
     )
 
 

@@ -92,15 +92,20 @@ def explain(op: str, *, name: str | None = None, **case: object) -> list[Choice]
     return choices
 
 
+def find(op: str, *, name: str | None = None, **case: object) -> Kernel | None:
+    """The implementation of `op` for `case`, or None if none serves."""
+    return next((choice.kernel for choice in explain(op, name=name, **case) if choice.chosen), None)
+
+
 def select(op: str, *, name: str | None = None, **case: object) -> Kernel:
     """The implementation of `op` for `case`.
 
     Raises:
       LookupError: none serves, or the one named does not; the text lists each with its reason.
     """
+    kernel = find(op, name=name, **case)
+    if kernel is not None:
+        return kernel
     choices = explain(op, name=name, **case)
-    for choice in choices:
-        if choice.chosen:
-            return choice.kernel
     listed = "; ".join(f"{choice.kernel.name}: {choice.reason}" for choice in choices) or "none is registered"
     raise LookupError(f"no kernel for op {op!r}{f' named {name!r}' if name else ''}: {listed}")

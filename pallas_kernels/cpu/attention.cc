@@ -174,12 +174,19 @@ struct Worker {
     return factor;
   }
 
+  // Both matrices are read once, so what comes next is fetched while this is computed.
+  void Fetch(const P* page) const {
+    const char* p = reinterpret_cast<const char*>(page);
+    for (size_t i = 0; i < sizeof(P) * dim * size; i += 64) __builtin_prefetch(p + i);
+  }
+
   // One block of keys for all queries of a tile: updates o [height, dim] and its sums.
   void Block(const Item& item, int begin, int end, const float* q, float* scores, float* o, Softmax* sums) const {
     const int height = Height(item);
     const int from = begin / size * size, columns = (end + size - 1) / size * size - from;
     for (int at = from; at < end; at += size) {
       const P* keys = Page(cache.keys, item.sequence, at / size, item.kv_head);
+      Fetch(Page(cache.values, item.sequence, at / size, item.kv_head));
       Multiply(q, dim, keys, size, dim, scores + (at - from), kMaxBlock, height, size, false);
     }
     for (int r = 0; r < height; ++r) {
@@ -192,6 +199,7 @@ struct Worker {
     for (int at = from; at < end; at += size) {
       const P* values = Page(cache.values, item.sequence, at / size, item.kv_head);
       const int first = std::max(begin, at), last = std::min(end, at + size);
+      if (at + block < item.end) Fetch(Page(cache.keys, item.sequence, (at + block) / size, item.kv_head));
       Multiply(scores + (first - from), kMaxBlock, values + (first - at) * dim, dim, last - first, o, dim, height, dim, true);
     }
   }

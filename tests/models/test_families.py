@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import select
+from pallas_kernels import cpu, find, select
 from tests.oracle.cases import CASES, Answers, answers, write_checkpoint
-from tokenspeed.config import EngineConfig, ModelConfig
+from tokenspeed.config import EngineConfig, ModelConfig, environment
 from tokenspeed.layers.attention import AttentionKernels, Cache, TokenBatch
 from tokenspeed.models import dense
 from tokenspeed.weights import load
@@ -25,15 +25,33 @@ TOKENS = 80
 TOLERANCE = 1e-4
 
 
+KERNELS = ("xla", "reference", *(("cpu",) if jax.default_backend() == "cpu" else ()))
+
+
+def _kernels(name: str, head_dim: int) -> AttentionKernels:
+    if name == "cpu":
+        assert cpu.load(environment().home / "kernels") is None
+    case = {
+        "platform": jax.default_backend(),
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "head_dim": head_dim,
+        "page_size": PAGE,
+    }
+    fused = find("attend_qkv", name=name, **case)
+    return AttentionKernels(
+        attend=select("paged_attention", name="reference" if name == "reference" else "xla", **case).fn,
+        write=select("write_kv", name="xla", **case).fn,
+        attend_qkv=None if fused is None else fused.fn,
+    )
+
+
 class Forward:
     """Runs rows through the pure forward, each row with pages of its own in a scattered order."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, jax.Array], kernel: str, rows: int) -> None:
         self.config, self.weights = config, weights
-        self.kernels = AttentionKernels(
-            attend=select("paged_attention", name=kernel, platform="cpu", dtype="float32").fn,
-            write=select("write_kv", name="xla").fn,
-        )
+        self.kernels = _kernels(kernel, config.head_dim)
         pages = 1 + rows * PAGES_PER_ROW
         self.table = 1 + np.random.default_rng(0).permutation(pages - 1).reshape(rows, PAGES_PER_ROW).astype(np.int32)
         K, H = config.num_kv_heads, config.head_dim
@@ -116,7 +134,7 @@ def _check_decode(forward: Forward, expected: Answers) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kernel", ["xla", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_prefill_then_decode_equals_transformers(model: tuple[ModelConfig, dict, Answers], kernel: str) -> None:
     config, weights, expected = model
     forward = Forward(config, weights, kernel, len(expected.prompts))

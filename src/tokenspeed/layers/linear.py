@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from pallas_kernels import cpu
 from pallas_kernels.cpu.quantized_matmul import BLOCK
 from tokenspeed.config import Activation
 from tokenspeed.layers.mlp import gated
-from tokenspeed.layers.norm import rms_norm
+from tokenspeed.layers.norm import Norm, rms_norm
 from tokenspeed.pytree import record, static
 
 
@@ -21,7 +19,7 @@ from tokenspeed.pytree import record, static
 class PackedWeight:
     """A weight kept in 4 to 8 bits, as pallas_kernels.cpu packs it."""
 
-    blocks: jax.Array | np.ndarray
+    blocks: jax.Array
     """uint8 [strips, K / 32, bytes]"""
     layout: cpu.Layout = static()
 
@@ -29,23 +27,15 @@ class PackedWeight:
 def packed(
     values: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None, group_size: int, *, gated: bool
 ) -> PackedWeight | None:
-    """Packs values * scales + offsets (see pallas_kernels.cpu.pack), still on the host; None if the shape cannot be."""
+    """Packs values * scales + offsets (see pallas_kernels.cpu.pack); None if the shape cannot be."""
     if values.shape[1] % BLOCK:
         return None
     weight = cpu.pack(values, scales, offsets, group_size, gated=gated)
-    return PackedWeight(blocks=weight.arrays[0], layout=weight.layout)
+    return PackedWeight(blocks=jnp.asarray(weight.arrays[0]), layout=weight.layout)
 
 
 Weight = jax.Array | PackedWeight
 """A matrix (out, in), dense or packed."""
-
-
-class Norm(NamedTuple):
-    """RMSNorm of a projection's input; fields are those of `rms_norm`."""
-
-    weight: jax.Array
-    eps: float
-    plus_one: bool
 
 
 def linear(

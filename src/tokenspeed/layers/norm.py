@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Norm(NamedTuple):
+    """An RMSNorm that something else is fused with; fields are those of `rms_norm`."""
+
+    weight: jax.Array
+    eps: float
+    plus_one: bool
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, eps: float, plus_one: bool = False) -> jax.Array:

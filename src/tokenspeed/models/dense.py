@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from tokenspeed.config import ModelConfig
-from tokenspeed.layers.attention import Cache, TokenBatch, attention
-from tokenspeed.layers.linear import Norm, Weight, embed, linear
-from tokenspeed.layers.norm import rms_norm
-from tokenspeed.layers.rope import cos_sin, rotate
+from tokenspeed.layers.attention import Cache, QKNorms, TokenBatch, attention
+from tokenspeed.layers.linear import Weight, embed, linear
+from tokenspeed.layers.norm import Norm, rms_norm
+from tokenspeed.layers.rope import cos_sin
 from tokenspeed.weights.param import Param
 
 ARCHITECTURES = (
@@ -114,8 +114,6 @@ def _layer(
     window: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One decoder layer on x [T, D]. Jitted so that layers of one kind are traced once."""
-    T = x.shape[0]
-    H, N, K = config.head_dim, config.num_heads, config.num_kv_heads
     normed = partial(rms_norm, eps=config.rms_norm_eps, plus_one=config.norm_plus_one)
 
     def add(name: str, value: jax.Array) -> jax.Array:
@@ -129,15 +127,20 @@ def _layer(
     with jax.named_scope("attention"):
         before = _input_norm(config, weights, "attention_norm")
         qkv = linear(x, weights["qkv"], norm=before, bias=_bias(weights, "qkv"))
-        q, k, v = jnp.split(qkv.reshape(T, N + 2 * K, H), (N, N + K), axis=1)
+        norms = None
         if config.qk_norm:
-            q, k = normed(q, _vector(weights, "q_norm")), normed(k, _vector(weights, "k_norm"))
-        q, k = rotate(q, *cos_and_sin), rotate(k, *cos_and_sin)
-        scale = H**-0.5 if config.attention_scale is None else config.attention_scale
+            norms = QKNorms(*(_input_norm(config, weights, name) for name in ("q_norm", "k_norm")))
         attended, cache = attention(
-            q, k, v, cache, batch, scale=scale, sliding_window=window, soft_cap=config.attention_soft_cap
+            qkv,
+            cos_and_sin,
+            cache,
+            batch,
+            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            sliding_window=window,
+            soft_cap=config.attention_soft_cap,
+            norms=norms,
         )
-        x = add("out", attended.reshape(T, N * H))
+        x = add("out", attended)
 
     with jax.named_scope("mlp"):
         before = _input_norm(config, weights, "mlp_norm")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import cpu, select
+from pallas_kernels import cpu, find, select
 from tokenspeed.config import EngineConfig, ModelConfig, environment
 from tokenspeed.layers.attention import AttentionKernels
 from tokenspeed.layers.linear import PackedWeight, packed
@@ -52,7 +52,7 @@ def _compute_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> j
 
 
 def _enable_compilation_cache() -> None:
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(environment().home / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -68,14 +68,13 @@ def _page_bytes(model: ModelConfig, page_size: int, cache_dtype: jnp.dtype) -> i
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_size * cache_dtype.itemsize
 
 
-def _cache_budget(config: EngineConfig, device: jax.Device, largest_step: Callable[[], int]) -> int:
-    """Bytes the cache may take."""
+def _cache_budget(config: EngineConfig, memory: Mapping[str, int] | None, largest_step: Callable[[], int]) -> int:
+    """Bytes the cache may take; `memory` is what a device with its own tells of it."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    if device.platform == "cpu":
+    if memory is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // CPU_MEMORY_SHARE
-    stats = device.memory_stats()
-    return int(stats["bytes_limit"] * config.gpu_memory_utilization) - stats["bytes_in_use"] - largest_step()
+    return int(memory["bytes_limit"] * config.gpu_memory_utilization) - memory["bytes_in_use"] - largest_step()
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig, defaults: _Defaults) -> int:
@@ -113,15 +112,14 @@ def _pack(param: Param, tensor: QuantizedTensor) -> PackedWeight | None:
     return packed(*tensor, gated=param.gated)
 
 
-def _packing(config: EngineConfig, platform: str) -> Callable[[Param, QuantizedTensor], PackedWeight | None] | None:
-    """How matrices stored in few bits are kept: packed on a CPU whose kernels can be built, unless a dtype was asked for."""
-    if config.dtype != "auto" or platform != "cpu":
-        return None
+def _load_cpu_kernels(platform: str) -> bool:
+    """Whether the CPU's own kernels can be used, building them if need be; says why not."""
+    if platform != "cpu":
+        return False
     reason = cpu.load(environment().home / "kernels")
     if reason is not None:
-        log.warning("weights are unpacked to float32, since the CPU kernels cannot be built: %s", reason)
-        return None
-    return _pack
+        log.warning("slower than need be: the CPU kernels cannot be built: %s", reason)
+    return reason is None
 
 
 def build_runner(
@@ -151,18 +149,33 @@ def build_runner(
         max_model_len=_max_model_len(config, model, defaults),
         vocab_size=model.vocab_size,
     )
-    case = {"platform": device.platform, "dtype": str(dtype), "head_dim": model.head_dim, "page_size": page_size}
-    kernels = AttentionKernels(attend=select("paged_attention", **case).fn, write=select("write_kv", **case).fn)
+    has_cpu_kernels = _load_cpu_kernels(device.platform)
+    case: dict[str, Any] = {
+        "platform": device.platform,
+        "dtype": str(dtype),
+        "kv_dtype": str(cache_dtype),
+        "head_dim": model.head_dim,
+        "page_size": page_size,
+    }
+    fused = find("attend_qkv", **case)
+    kernels = AttentionKernels(
+        attend=select("paged_attention", **case).fn,
+        write=select("write_kv", **case).fn,
+        attend_qkv=None if fused is None else fused.fn,
+    )
     declared = dense.params(model)
     sharding = SingleDeviceSharding(device)
     if config.load_format == "dummy":
         weights = load.random(declared, dtype, sharding, config.seed)
     else:
-        pack = _packing(config, device.platform)
+        # A dtype that was asked for is what matrices are unpacked to.
+        pack = _pack if has_cpu_kernels and config.dtype == "auto" else None
         weights = load.load(declared, checkpoint, dtype, sharding, pack=pack, progress=config.progress)
     step_model = StepModel(config=model, dtype=dtype, kernels=kernels)
     budget = _cache_budget(
-        config, device, lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.bucket_factor)
+        config,
+        None if device.platform == "cpu" else device.memory_stats(),
+        lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.bucket_factor),
     )
     limits = _sized(config, limits, _page_bytes(model, page_size, cache_dtype), budget)
     return ModelRunner(

@@ -268,7 +268,7 @@ class ModelRunner:
             "device": ", ".join(f"{device.platform} {device.device_kind}" for device in sharding.device_set),
             "dtype": f"{model.dtype}{', packed weights' if packed else ''}",
             "kv_cache": f"{limits.num_pages} pages of {limits.page_size} tokens, {cache_dtype}",
-            "attention": model.kernels.attend.__module__,
+            "attention": (model.kernels.attend_qkv or model.kernels.attend).__module__,
         }
 
     @property
