@@ -229,5 +229,7 @@ class ThreadEngine(EngineClient):
     def close(self) -> None:
         if (core := self._core) is not None:
             core.stop()
-            self._thread.join()
+            # The collector may close an engine on its own thread, which cannot wait for itself.
+            if self._thread is not threading.current_thread():
+                self._thread.join()
             self._core = None
