@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.server.fake import EOS, LIMITS, VOCAB
 from tests.server.serving import MODEL, Server, eventually, fine, serving
 from tokenspeed import __version__
 from tokenspeed.config import ServerConfig
+from tokenspeed.engine.client import NO_STATS
 from tokenspeed.server.app import ABSENT
 from tokenspeed.text.chat_template import ChatTemplate
 from tokenspeed.types import EngineDead
@@ -290,6 +292,21 @@ def test_full_queue(free: int) -> None:
         for other in others:
             assert b"200 OK" in other.recv(1000)
             other.close()
+        assert server.complete()
+
+
+def test_full_queue_though_places_are_free() -> None:
+    """Pages may run out before places do: then the engine says that requests wait."""
+    with serving(b"a", EOS, config=ServerConfig(max_num_queued_reqs=1)) as server:
+        server.engine.open.clear()
+        with server.connect("/v1/completions", {"prompt": "x"}):
+            eventually(lambda: server.engine.num_unfinished == 1)
+            server.engine.streams.stats = msgspec.structs.replace(NO_STATS, num_waiting=1)
+            assert error(server.post("/v1/completions", {"prompt": "x"}), 503)["code"] == "overloaded"
+        eventually(lambda: server.engine.num_unfinished == 0)
+        # What the engine said is old: nothing waits any more.
+        server.engine.streams.stats = msgspec.structs.replace(NO_STATS, num_waiting=1)
+        server.engine.open.set()
         assert server.complete()
 
 
