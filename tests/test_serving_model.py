@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -53,7 +54,7 @@ def test_a_long_prompt_does_not_stall_a_stream(llm: LLM) -> None:
                 break
         stream.close()
         long.join()
-        during = [b - a for a, b in zip(times, times[1:], strict=False) if entered <= a and b <= left]
+        during = [b - a for a, b in itertools.pairwise(times) if entered <= a and b <= left]
         assert len(during) > 4000 / BUDGET * 0.8, "the stream did not run beside the prompt"
         around = [statistics.median(during[max(i - 3, 0) : i + 4]) for i in range(len(during))]
         worst.append(max(gap / step for gap, step in zip(during[1:-1], around[1:-1], strict=True)))
