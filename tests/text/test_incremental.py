@@ -46,7 +46,7 @@ def check_splits(tokenizer: Tokenizer, count: int, seed: int) -> None:
     for _ in range(count):
         text = draw.choice(texts)
         start = draw.randrange(len(text)) if draw.random() < 0.5 else 0
-        whole = text[start : start + draw.randint(1, 6000)]
+        whole = text[start : start + draw.randint(1, 4000)]
         split = draw.randint(0, len(whole))
         encoder.encode(whole[:split])
         changed = whole[:split] + draw.choice(["", " ", "\n", "x", "'s", "\u0301", "<|im_end|>"]) + whole[split:]
