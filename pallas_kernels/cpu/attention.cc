@@ -27,18 +27,29 @@ PALLAS_KERNELS_INLINE F8 LoadAs(const Half* p) { return Halves(p); }
 inline void StoreAs(float* p, float x) { *p = x; }
 inline void StoreAs(Half* p, float x) { p->bits = ToHalf(x); }
 
-// c [kR, 8 kV] (+)= a [kR, depth] @ b [depth, 8 kV]
+// c [kR, 8 kV] (+)= a [kR, depth] @ b [depth, 8 kV]. Meanwhile the same part of `next` is fetched: a page is read once in
+// a step, and too short for the hardware to see it coming.
 template <int kR, int kV, typename B>
-void Micro(const float* a, int lda, const B* b, int ldb, int depth, float* c, int ldc, bool add) {
+void Micro(const float* a, int lda, const B* b, const B* next, int ldb, int depth, float* c, int ldc, bool add) {
   F8 acc[kR][kV];
   for (int r = 0; r < kR; ++r)
     for (int v = 0; v < kV; ++v) acc[r][v] = add ? Load(c + r * ldc + 8 * v) : Splat(0.0f);
-  for (int d = 0; d < depth; ++d, b += ldb) {
-    F8 row[kV];
-    for (int v = 0; v < kV; ++v) row[v] = LoadAs(b + 8 * v);
-    for (int r = 0; r < kR; ++r) {
-      const F8 x = Splat(a[r * lda + d]);
-      for (int v = 0; v < kV; ++v) acc[r][v] = Fma(x, row[v], acc[r][v]);
+  for (int d = 0; d < depth; ++d, b += ldb, next += ldb) {
+    for (int v = 0; v < kV * 8; v += 64 / sizeof(B)) __builtin_prefetch(next + v);
+    if constexpr (kR < kV) {  // the order that keeps everything in 16 registers
+      F8 x[kR];
+      for (int r = 0; r < kR; ++r) x[r] = Splat(a[r * lda + d]);
+      for (int v = 0; v < kV; ++v) {
+        const F8 row = LoadAs(b + 8 * v);
+        for (int r = 0; r < kR; ++r) acc[r][v] = Fma(x[r], row, acc[r][v]);
+      }
+    } else {
+      F8 row[kV];
+      for (int v = 0; v < kV; ++v) row[v] = LoadAs(b + 8 * v);
+      for (int r = 0; r < kR; ++r) {
+        const F8 x = Splat(a[r * lda + d]);
+        for (int v = 0; v < kV; ++v) acc[r][v] = Fma(x, row[v], acc[r][v]);
+      }
     }
   }
   for (int r = 0; r < kR; ++r)
@@ -46,27 +57,32 @@ void Micro(const float* a, int lda, const B* b, int ldb, int depth, float* c, in
 }
 
 template <int kR, typename B>
-void Panel(const float* a, int lda, const B* b, int ldb, int depth, float* c, int ldc, int columns, bool add) {
+void Panel(const float* a, int lda, const B* b, const B* next, int ldb, int depth, float* c, int ldc, int columns, bool add) {
   int n = 0;
   if constexpr (kR <= 3) {
-    for (; n + 32 <= columns; n += 32) Micro<kR, 4>(a, lda, b + n, ldb, depth, c + n, ldc, add);
+    for (; n + 32 <= columns; n += 32) Micro<kR, 4>(a, lda, b + n, next + n, ldb, depth, c + n, ldc, add);
   }
-  for (; n < columns; n += 16) Micro<kR, 2>(a, lda, b + n, ldb, depth, c + n, ldc, add);
+  for (; n < columns; n += 16) Micro<kR, 2>(a, lda, b + n, next + n, ldb, depth, c + n, ldc, add);
 }
 
 // c [rows, columns] (+)= a [rows, depth] @ b [depth, columns]; columns a multiple of 16.
 template <typename B>
-void Multiply(const float* a, int lda, const B* b, int ldb, int depth, float* c, int ldc, int rows, int columns, bool add) {
-  int r = 0;
-  for (; r + 6 <= rows; r += 6) Panel<6>(a + r * lda, lda, b, ldb, depth, c + r * ldc, ldc, columns, add);
-  a += r * lda;
-  c += r * ldc;
-  switch (rows - r) {
-    case 1: return Panel<1>(a, lda, b, ldb, depth, c, ldc, columns, add);
-    case 2: return Panel<2>(a, lda, b, ldb, depth, c, ldc, columns, add);
-    case 3: return Panel<3>(a, lda, b, ldb, depth, c, ldc, columns, add);
-    case 4: return Panel<4>(a, lda, b, ldb, depth, c, ldc, columns, add);
-    case 5: return Panel<5>(a, lda, b, ldb, depth, c, ldc, columns, add);
+void Multiply(const float* a, int lda, const B* b, const B* next, int ldb, int depth, float* c, int ldc, int rows, int columns,
+              bool add) {
+  for (int panels = (rows + 5) / 6; panels > 0; --panels) {
+    const int height = (rows + panels - 1) / panels;
+    switch (height) {
+      case 1: Panel<1>(a, lda, b, next, ldb, depth, c, ldc, columns, add); break;
+      case 2: Panel<2>(a, lda, b, next, ldb, depth, c, ldc, columns, add); break;
+      case 3: Panel<3>(a, lda, b, next, ldb, depth, c, ldc, columns, add); break;
+      case 4: Panel<4>(a, lda, b, next, ldb, depth, c, ldc, columns, add); break;
+      case 5: Panel<5>(a, lda, b, next, ldb, depth, c, ldc, columns, add); break;
+      default: Panel<6>(a, lda, b, next, ldb, depth, c, ldc, columns, add);
+    }
+    next = b;  // fetched by now
+    rows -= height;
+    a += height * lda;
+    c += height * ldc;
   }
 }
 
@@ -174,20 +190,14 @@ struct Worker {
     return factor;
   }
 
-  // Both matrices are read once, so what comes next is fetched while this is computed.
-  void Fetch(const P* page) const {
-    const char* p = reinterpret_cast<const char*>(page);
-    for (size_t i = 0; i < sizeof(P) * dim * size; i += 64) __builtin_prefetch(p + i);
-  }
-
   // One block of keys for all queries of a tile: updates o [height, dim] and its sums.
   void Block(const Item& item, int begin, int end, const float* q, float* scores, float* o, Softmax* sums) const {
     const int height = Height(item);
     const int from = begin / size * size, columns = (end + size - 1) / size * size - from;
     for (int at = from; at < end; at += size) {
       const P* keys = Page(cache.keys, item.sequence, at / size, item.kv_head);
-      Fetch(Page(cache.values, item.sequence, at / size, item.kv_head));
-      Multiply(q, dim, keys, size, dim, scores + (at - from), kMaxBlock, height, size, false);
+      const P* values = Page(cache.values, item.sequence, at / size, item.kv_head);
+      Multiply(q, dim, keys, values, size, dim, scores + (at - from), kMaxBlock, height, size, false);
     }
     for (int r = 0; r < height; ++r) {
       int first, last;
@@ -199,8 +209,8 @@ struct Worker {
     for (int at = from; at < end; at += size) {
       const P* values = Page(cache.values, item.sequence, at / size, item.kv_head);
       const int first = std::max(begin, at), last = std::min(end, at + size);
-      if (at + block < item.end) Fetch(Page(cache.keys, item.sequence, (at + block) / size, item.kv_head));
-      Multiply(scores + (first - from), kMaxBlock, values + (first - at) * dim, dim, last - first, o, dim, height, dim, true);
+      const P* next = at + block < item.end ? Page(cache.keys, item.sequence, (at + block) / size, item.kv_head) : values;
+      Multiply(scores + (first - from), kMaxBlock, values + (first - at) * dim, next, dim, last - first, o, dim, height, dim, true);
     }
   }
 
