@@ -25,13 +25,15 @@ bool Holds(const Weight& w, const ffi::Buffer<ffi::U8>& blocks) {
 // The optional operands come in this order, each if its flag is set.
 ffi::Error Matmul(F32 x, ffi::Buffer<ffi::U8> blocks, ffi::RemainingArgs rest, ffi::Result<F32> y, int32_t n, int32_t k,
                   int32_t bits, int32_t subgroups, bool has_offsets, float zero, float gain, int32_t gate, bool has_norm,
-                  float norm_eps, float norm_plus, bool has_bias, bool has_residual) {
+                  float norm_eps, float norm_plus, bool has_bias, bool has_out_norm,
+                  float out_norm_eps, float out_norm_plus, bool has_residual) {
   const int strips = static_cast<int>(blocks.dimensions()[0]);
   const Weight w{blocks.typed_data(), strips, n, k, bits, subgroups, has_offsets, zero, gain};
   if (!Holds(w, blocks)) return Invalid("quantized_matmul: blocks do not match their layout");
   const int m = static_cast<int>(x.dimensions()[0]);
-  Prologue before;
+  RmsNorm before{nullptr, norm_eps, norm_plus};
   Epilogue after;
+  after.norm = {nullptr, out_norm_eps, out_norm_plus};
   after.gate = static_cast<Activation>(gate);
   size_t next = 0;
   auto take = [&](const float*& to, size_t elements) {
@@ -41,11 +43,10 @@ ffi::Error Matmul(F32 x, ffi::Buffer<ffi::U8> blocks, ffi::RemainingArgs rest, f
     return true;
   };
   const bool gated = after.gate != Activation::kNone;
-  if (has_norm && !take(before.norm, k)) return Invalid("quantized_matmul: norm must be [K]");
+  if (has_norm && !take(before.weight, k)) return Invalid("quantized_matmul: norm must be [K]");
   if (has_bias && !take(after.bias, gated ? 2 * n : n)) return Invalid("quantized_matmul: bias has a wrong size");
+  if (has_out_norm && !take(after.norm.weight, n)) return Invalid("quantized_matmul: out_norm must be [N]");
   if (has_residual && !take(after.residual, static_cast<size_t>(m) * n)) return Invalid("quantized_matmul: residual must be [M, N]");
-  before.eps = norm_eps;
-  before.plus = norm_plus;
   QuantizedMatmul(x.typed_data(), m, w, before, after, y->typed_data());
   return ffi::Error::Success();
 }
@@ -151,6 +152,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PallasKernelsQuantizedMatmul, pallas_kernels::Matm
                                   .Attr<float>("norm_eps")
                                   .Attr<float>("norm_plus")
                                   .Attr<bool>("has_bias")
+                                  .Attr<bool>("has_out_norm")
+                                  .Attr<float>("out_norm_eps")
+                                  .Attr<float>("out_norm_plus")
                                   .Attr<bool>("has_residual"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PallasKernelsQuantizedRows, pallas_kernels::Rows,

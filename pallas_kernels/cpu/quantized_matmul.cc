@@ -79,22 +79,23 @@ PALLAS_KERNELS_INLINE void QuantizeGroup(const F8 (&v)[4], float shift, int subg
   if (subgroups == 2) meta[2 * width] = static_cast<float>(sums.last) * scale * shift;
 }
 
+float InverseRms(const float* x, int count, float eps) {
+  F8 square[2] = {Splat(0.0f), Splat(0.0f)};
+  for (int i = 0; i + 8 <= count; i += 8) square[i / 8 % 2] = Fma(Load(x + i), Load(x + i), square[i / 8 % 2]);
+  float sum = Sum(square[0] + square[1]);
+  for (int i = count / 8 * 8; i < count; ++i) sum += x[i] * x[i];
+  return 1.0f / std::sqrt(sum / static_cast<float>(count) + eps);
+}
+
 // One row of x into a tile of `width` rows.
-void QuantizeRow(const float* x, const Weight& w, const Prologue& before, int width, int row, uint8_t* tile) {
+void QuantizeRow(const float* x, const Weight& w, const RmsNorm& norm, int width, int row, uint8_t* tile) {
   const float shift = w.has_offsets ? 1.0f : -w.zero;
-  const float* norm = before.norm;
-  float factor = 1.0f;
-  if (norm) {
-    F8 square[2] = {Splat(0.0f), Splat(0.0f)};
-    for (int i = 0; i < w.k; i += 16)
-      for (int h = 0; h < 2; ++h) square[h] = Fma(Load(x + i + 8 * h), Load(x + i + 8 * h), square[h]);
-    factor = 1.0f / std::sqrt(Sum(square[0] + square[1]) / static_cast<float>(w.k) + before.eps);
-  }
+  const float factor = norm.weight ? InverseRms(x, w.k, norm.eps) : 1.0f;
   for (int g = 0; g < w.groups(); ++g, x += kBlock, tile += XBytes(width, w.subgroups)) {
     F8 v[4];
     for (int i = 0; i < 4; ++i) {
       v[i] = Load(x + 8 * i);
-      if (norm) v[i] *= factor * (Load(norm + g * kBlock + 8 * i) + before.plus);
+      if (norm.weight) v[i] *= factor * (Load(norm.weight + g * kBlock + 8 * i) + norm.plus);
     }
     QuantizeGroup(v, shift, w.subgroups, width, row, tile);
   }
@@ -159,6 +160,12 @@ void Finish(const Weight& w, const Epilogue& after, int strip, int rows, const f
   }
 }
 
+// y = residual + norm(x) of one row.
+void NormRow(const float* x, int n, const RmsNorm& norm, const float* residual, float* y) {
+  const float factor = InverseRms(x, n, norm.eps);
+  for (int i = 0; i < n; ++i) y[i] = x[i] * factor * (norm.weight[i] + norm.plus) + (residual ? residual[i] : 0.0f);
+}
+
 void DequantizeRow(const Weight& w, int id, float* y) {
   const int row = id % kRows;
   for (int g = 0; g < w.groups(); ++g) {
@@ -175,7 +182,7 @@ void DequantizeRow(const Weight& w, int id, float* y) {
 
 }  // namespace
 
-void QuantizedMatmul(const float* x, int m, const Weight& w, const Prologue& before, const Epilogue& after, float* y) {
+void QuantizedMatmul(const float* x, int m, const Weight& w, const RmsNorm& before, const Epilogue& after, float* y) {
   static thread_local std::vector<uint8_t> own;
   std::vector<uint8_t>& quantized = own;
   Pool& pool = Pool::Get();
@@ -194,6 +201,10 @@ void QuantizedMatmul(const float* x, int m, const Weight& w, const Prologue& bef
     pool.For(m / kMaxM, [&](int tile) { quantize(tile * kMaxM); });
     for (int m0 = m / kMaxM * kMaxM; m0 < m;) m0 += quantize(m0);
   }
+  static thread_local std::vector<float> unnormed;  // the residual may lie in y, and is added after the norm
+  if (after.norm.weight) unnormed.resize(static_cast<size_t>(m) * w.n);
+  float* const to = after.norm.weight ? unnormed.data() : y;
+  const float* const residual = after.norm.weight ? nullptr : after.residual;
   const Dots dots = Pick(w);
   const int band = std::max(32, 256 * 1024 / w.k / kMaxM * kMaxM);  // rows of x that stay in L2 beside a strip
   // Strips a thread takes at once: 64 KiB of weights where reading them is what takes the time, fewer for many rows.
@@ -208,11 +219,18 @@ void QuantizedMatmul(const float* x, int m, const Weight& w, const Prologue& bef
           float tile[kMaxM * kRows];
           dots.of(width)(w.block(s, 0), &quantized[m0 * row_bytes], w.groups(), tile);
           const size_t at = static_cast<size_t>(m0) * w.n;
-          Finish(w, after, s, width, tile, after.residual ? after.residual + at : nullptr, y + at);
+          Finish(w, after, s, width, tile, residual ? residual + at : nullptr, to + at);
         }
       }
     });
   }
+  if (!after.norm.weight) return;
+  pool.For((m + kMaxM - 1) / kMaxM, [&](int tile) {
+    for (int i = tile * kMaxM; i < std::min(m, (tile + 1) * kMaxM); ++i) {
+      const size_t at = static_cast<size_t>(i) * w.n;
+      NormRow(to + at, w.n, after.norm, after.residual ? after.residual + at : nullptr, y + at);
+    }
+  });
 }
 
 void QuantizedRows(const int32_t* ids, int count, const Weight& w, float* y) {

@@ -30,19 +30,20 @@ struct Weight {
   }
 };
 
-struct Prologue {
-  const float* norm = nullptr;  // [k], RMSNorm weight; null: none
+struct RmsNorm {
+  const float* weight = nullptr;  // null: none
   float eps = 0;
-  float plus = 0;               // added to the norm's weight
+  float plus = 0;                 // added to the weight
 };
 
 struct Epilogue {
   Activation gate = Activation::kNone;  // act(gate) * up
   const float* bias = nullptr;          // [n], or the gate's and then the up's [2 n]
+  RmsNorm norm;                         // [n], over what comes before it
   const float* residual = nullptr;      // [m, n]; may be the output itself
 };
 
-void QuantizedMatmul(const float* x, int m, const Weight& w, const Prologue& before, const Epilogue& after, float* y);
+void QuantizedMatmul(const float* x, int m, const Weight& w, const RmsNorm& before, const Epilogue& after, float* y);
 
 // y [count, k] = W[ids]; ids outside [0, n) give NaN.
 void QuantizedRows(const int32_t* ids, int count, const Weight& w, float* y);

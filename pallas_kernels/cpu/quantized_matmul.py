@@ -87,7 +87,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm of the matmul's input, fused into its quantisation. `weight` is [K]."""
+    """RMSNorm over the last axis, fused with what it stands before or after."""
 
     weight: jax.Array
     eps: float
@@ -259,15 +259,17 @@ def quantized_matmul(
     norm: Norm | None = None,
     bias: jax.Array | None = None,
     gate: Gate | None = None,
+    out_norm: Norm | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """y = residual + act(norm(x) @ W^T + bias), of which only the product is not optional.
+    """y = residual + out_norm(gate(norm(x) @ W^T + bias)), of which only the product is not optional.
 
     Args:
       x: [M, K] float32.
       blocks: a `PackedWeight`'s array.
       bias: [N]; where gated the gate's and then the up projection's, [2 N].
       gate: for a gated weight: y = act(gate) * up.
+      out_norm: over the N columns.
       residual: [M, N], added last; its buffer is reused for the result where nothing else needs it.
 
     Returns:
@@ -275,7 +277,8 @@ def quantized_matmul(
     """
     if (gate is not None) != layout.gated:
         raise ValueError(f"the weight is {'' if layout.gated else 'not '}packed with a gate, but gate={gate!r}")
-    extra = [part for part in (None if norm is None else norm.weight, bias, residual) if part is not None]
+    norms = [None if part is None else part.weight for part in (norm, out_norm)]
+    extra = [part for part in (norms[0], bias, norms[1], residual) if part is not None]
     call = jax.ffi.ffi_call(
         "pallas_kernels_quantized_matmul",
         jax.ShapeDtypeStruct((x.shape[0], layout.n), jnp.float32),
@@ -287,12 +290,19 @@ def quantized_matmul(
         *extra,
         **layout.attributes(),
         gate=np.int32(_GATES[gate]),
-        has_norm=norm is not None,
-        norm_eps=np.float32(0 if norm is None else norm.eps),
-        norm_plus=np.float32(norm is not None and norm.plus_one),
+        **_norm_attributes("norm", norm),
         has_bias=bias is not None,
+        **_norm_attributes("out_norm", out_norm),
         has_residual=residual is not None,
     )
+
+
+def _norm_attributes(name: str, norm: Norm | None) -> dict[str, object]:
+    return {
+        f"has_{name}": norm is not None,
+        f"{name}_eps": np.float32(0 if norm is None else norm.eps),
+        f"{name}_plus": np.float32(norm is not None and norm.plus_one),
+    }
 
 
 def quantized_rows(ids: jax.Array, blocks: jax.Array, layout: Layout) -> jax.Array:

@@ -123,8 +123,9 @@ def test_many_rows_and_wide_k_cross_every_band():
 
 
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("m", [1, 6, 19])
-def test_fused_neighbours(gate: str | None, m: int):
+def test_fused_neighbours(gate: str | None, normed: bool, m: int):
     rng = np.random.default_rng(3)
     n, k = 44, 192
     weight = pack(*random_weight(rng, "q4_1", n, k), gated=gate is not None)
@@ -132,13 +133,18 @@ def test_fused_neighbours(gate: str | None, m: int):
     x, norm = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal(k).astype(np.float32)
     bias = rng.standard_normal(n).astype(np.float32)
     residual = rng.standard_normal((m, columns)).astype(np.float32)
-    got = run(x, weight, norm=Norm(norm, 1e-5, plus_one=True), bias=bias, gate=gate, residual=residual)
+    out_norm = Norm(rng.standard_normal(columns).astype(np.float32), 1e-4, plus_one=True) if normed else None
+    got = run(
+        x, weight, norm=Norm(norm, 1e-5, plus_one=True), bias=bias, gate=gate, out_norm=out_norm, residual=residual
+    )
     normed = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, -1, keepdims=True) + 1e-5) * (1 + norm.astype(np.float64))
     y = run(normed.astype(np.float32), pack(*random_weight(np.random.default_rng(3), "q4_1", n, k)))
     y = y.astype(np.float64) + bias
     if gate:
         g, u = jnp.asarray(y[:, :columns], jnp.float32), y[:, columns:]
         y = np.asarray(jax.nn.silu(g) if gate == "silu" else jax.nn.gelu(g, approximate=True), np.float64) * u
+    if out_norm is not None:
+        y = y / np.sqrt(np.mean(y**2, -1, keepdims=True) + 1e-4) * (1 + out_norm.weight)
     np.testing.assert_allclose(got, y + residual, rtol=2e-3, atol=2e-3 * np.abs(y).max())
 
 
