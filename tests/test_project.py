@@ -94,19 +94,31 @@ def test_a_test_file_mirrors_what_it_tests(path: Path) -> None:
     assert (base / inside.parent).is_dir()
 
 
-def _markers(tree: ast.AST) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
-    }
+def _skips(tree: ast.AST) -> list[str]:
+    """The conditions under which tests are left out, but for those on the operating system."""
+    marks = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Attribute)]
+    found = [mark for mark in marks if re.match(r"pytest\.(mark\.(skip|skipif|xfail)|skip|xfail|importorskip)\(", mark)]
+    return [mark for mark in found if not mark.startswith("pytest.mark.skipif(sys.platform ")]
 
 
-def test_no_test_is_skipped() -> None:
+@pytest.mark.parametrize("path", TESTS, ids=_relative)
+def test_no_test_is_skipped(path: Path) -> None:
     """What cannot run fails with the reason, or is chosen by a marker; it does not pass in silence."""
-    skipping = {"skip", "skipif", "xfail"}
-    found = [_relative(path) for path in TESTS if _markers(ast.parse(path.read_text())) & skipping]
-    assert found == []
+    assert _skips(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("@pytest.mark.skipif(not torch, reason='x')\ndef test_a(): ...", 1),
+        ("@pytest.mark.skipif(sys.platform != 'linux', reason='x')\ndef test_a(): ...", 0),
+        ("def test_a():\n    pytest.importorskip('torch')", 1),
+        ("@pytest.mark.skip(reason='x')\ndef test_a(): ...", 1),
+        ("@pytest.mark.slow\ndef test_a(): ...", 0),
+    ],
+)
+def test_a_skip_is_seen(source: str, count: int) -> None:
+    assert len(_skips(ast.parse(source))) == count
 
 
 def test_every_sharding_file_maps_logical_axes_to_axes_of_its_mesh() -> None:
