@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pallas_kernels import registry
 from pallas_kernels.registry import Kernel, explain, register, select
 
