@@ -135,6 +135,74 @@ __attribute__((noinline)) void StripDot(const uint8_t* block, const uint8_t* x, 
 
 #else  // portable
 
+typedef uint8_t U16 __attribute__((vector_size(16)));
+typedef int8_t C16 __attribute__((vector_size(16)));
+typedef int16_t S16 __attribute__((vector_size(32)));
+
+// Steps whose products fit int16 lane by lane: 127 * (2^bits - 1) * steps < 2^15.
+constexpr int SafeSteps(int bits) { return bits <= 5 ? 8 : bits == 6 ? 4 : 2; }
+
+// A step's values for 4 of the 16 rows.
+template <int kBits>
+PALLAS_KERNELS_INLINE S16 Values(const uint8_t* block, int step, int quarter) {
+  auto load = [](const uint8_t* p) {
+    U16 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  };
+  if constexpr (kBits == 8) {
+    C16 v;
+    std::memcpy(&v, block + step * kStepBytes + 16 * quarter, sizeof v);
+    return __builtin_convertvector(v, S16);
+  }
+  U16 v = load(block + step % 4 * kStepBytes + 16 * quarter) >> (step < 4 ? 0 : 4) & 15;
+  const uint8_t* planes = block + 4 * kStepBytes;
+  if constexpr (kBits == 5) v |= (load(planes + 16 * quarter) >> step & 1) << 4;
+  if constexpr (kBits == 6) v |= (load(planes + quarter / 2 * 64 + step / 4 * 32 + quarter % 2 * 16) >> 2 * (step % 4) & 3) << 4;
+  return __builtin_convertvector(v, S16);
+}
+
+// Four int8 of x beside every row's four values.
+PALLAS_KERNELS_INLINE S16 Repeat(const uint8_t* x) {
+  typedef int8_t C4 __attribute__((vector_size(4)));
+  typedef int16_t S4 __attribute__((vector_size(8)));
+  typedef int64_t L4 __attribute__((vector_size(32)));
+  C4 bytes;
+  std::memcpy(&bytes, x, sizeof bytes);
+  const S4 four = __builtin_convertvector(bytes, S4);
+  int64_t word;
+  std::memcpy(&word, &four, sizeof word);
+  return (S16)L4{word, word, word, word};
+}
+
+PALLAS_KERNELS_INLINE I8 AddPairs(S16 lanes) {
+  const I8 pairs = (I8)lanes;
+  return (pairs << 16 >> 16) + (pairs >> 16);
+}
+
+// Sums of neighbours: of a, then of b.
+PALLAS_KERNELS_INLINE I8 AddNeighbours(I8 a, I8 b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shuffle(a, b, I8{0, 2, 4, 6, 8, 10, 12, 14}) + __builtin_shuffle(a, b, I8{1, 3, 5, 7, 9, 11, 13, 15});
+#endif
+}
+
+// Products of 4 rows with kM rows of x over steps [first, last), two int32 a row.
+template <int kBits, int kM>
+PALLAS_KERNELS_INLINE void Quarter(const uint8_t* block, int quarter, int first, int last, const S16 (&q)[kM][kSteps], I8 (&pairs)[kM]) {
+  for (int m = 0; m < kM; ++m) pairs[m] = I8{};
+  for (int step = first; step < last;) {
+    S16 lanes[kM] = {};
+    for (const int end = step + SafeSteps(kBits) < last ? step + SafeSteps(kBits) : last; step < end; ++step) {
+      const S16 w = Values<kBits>(block, step, quarter);
+      for (int m = 0; m < kM; ++m) lanes[m] += w * q[m][step];
+    }
+    for (int m = 0; m < kM; ++m) pairs[m] += AddPairs(lanes[m]);
+  }
+}
+
 template <int kBits, int kSub, bool kOffsets, int kM>
 void StripDot(const uint8_t* block, const uint8_t* x, int groups, float* out) {
   constexpr int kValues = kRows * kBlock * kBits / 8, kBytes = kValues + kSub * kRows * 2 * (kOffsets ? 2 : 1);
@@ -142,21 +210,17 @@ void StripDot(const uint8_t* block, const uint8_t* x, int groups, float* out) {
   for (int m = 0; m < kM; ++m) acc[m][0] = acc[m][1] = Splat(0.0f);
   for (int g = 0; g < groups; ++g, block += kBytes, x += XBytes(kM, kSub)) {
     const float* meta = reinterpret_cast<const float*>(x + kM * kBlock);
-    int16_t values[kSteps][kStepBytes];
-    for (int step = 0; step < kSteps; ++step)
-      for (int i = 0; i < kStepBytes; ++i) values[step][i] = static_cast<int16_t>(ValueAt(kBits, block, i / 4, 4 * step + i % 4));
-    for (int m = 0; m < kM; ++m) {
-      const int8_t* q = reinterpret_cast<const int8_t*>(x) + m * kBlock;
-      for (int s = 0; s < kSub; ++s) {
-        int32_t sums[kRows] = {};
-        for (int step = s * kSteps / kSub; step < (s + 1) * kSteps / kSub; ++step)
-          for (int r = 0; r < kRows; ++r)
-            for (int i = 0; i < 4; ++i) sums[r] += values[step][4 * r + i] * q[4 * step + i];
-        for (int h = 0; h < 2; ++h) {
-          I8 dot;
-          std::memcpy(&dot, sums + 8 * h, sizeof dot);
-          Accumulate<kSub, kOffsets>(block + kValues, s, h, meta[m], meta[(1 + s) * kM + m], __builtin_convertvector(dot, F8),
-                                     acc[m][h]);
+    S16 q[kM][kSteps];
+    for (int m = 0; m < kM; ++m)
+      for (int step = 0; step < kSteps; ++step) q[m][step] = Repeat(x + m * kBlock + 4 * step);
+    for (int s = 0; s < kSub; ++s) {
+      for (int h = 0; h < 2; ++h) {
+        I8 a[kM], b[kM];
+        Quarter<kBits, kM>(block, 2 * h, s * kSteps / kSub, (s + 1) * kSteps / kSub, q, a);
+        Quarter<kBits, kM>(block, 2 * h + 1, s * kSteps / kSub, (s + 1) * kSteps / kSub, q, b);
+        for (int m = 0; m < kM; ++m) {
+          const F8 dot = __builtin_convertvector(AddNeighbours(a[m], b[m]), F8);
+          Accumulate<kSub, kOffsets>(block + kValues, s, h, meta[m], meta[(1 + s) * kM + m], dot, acc[m][h]);
         }
       }
     }

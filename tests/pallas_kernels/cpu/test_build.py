@@ -92,3 +92,18 @@ def test_loading_again_changes_the_threads_only(tmp_path: Path):
     assert loaded()
     assert load(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_portable_code_gives_the_same_results():
+    tests = Path(__file__).parent
+    chosen = [
+        "test_one_group_is_exact",
+        "test_rows",
+        "test_nan",
+        "test_half_precision_pages",
+        "test_write_in_place",
+        "test_fused",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "--portable-kernels", "-k", " or ".join(chosen), str(tests)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
