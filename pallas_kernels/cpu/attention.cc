@@ -123,7 +123,7 @@ struct Item {
 };
 
 struct Softmax {
-  float top, sum;
+  float top, sum;  // sum 0: nothing yet
 };
 
 // Scratch of a thread. Sequences are padded to the tile's height.
@@ -164,20 +164,20 @@ struct Worker {
 
   // Turns a row of scores into weights; returns the factor for what was summed before.
   float Weigh(float* s, int columns, int first, int last, Softmax* state) const {
+    if (first >= last) {
+      std::fill(s, s + columns, 0.0f);
+      return 1.0f;
+    }
     if (scoring.soft_cap > 0) {
       const float cap = scoring.soft_cap;
       for (int c = 0; c < columns; c += 8) Store(s + c, cap * Tanh(Load(s + c) * (1.0f / cap)));
     }
     std::fill(s, s + first, kNone);
-    std::fill(s + std::max(first, last), s + columns, kNone);
+    std::fill(s + last, s + columns, kNone);
     F8 high = Splat(state->top);
     for (int c = 0; c < columns; c += 8) high = Max(Load(s + c), high);
     float top = high[0];
     for (int i = 1; i < 8; ++i) top = std::max(top, high[i]);
-    if (top == kNone) {
-      std::fill(s, s + columns, 0.0f);
-      return 1.0f;
-    }
     F8 sum = Splat(0.0f);
     for (int c = 0; c < columns; c += 8) {
       const F8 weight = Exp(Load(s + c) - top);
@@ -227,7 +227,7 @@ struct Worker {
   void Merge(int height, const float* part, const Softmax* part_sums, float* total, Softmax* total_sums) const {
     for (int r = 0; r < height; ++r, part += dim, total += dim) {
       Softmax &to = total_sums[r], from = part_sums[r];
-      if (from.top == kNone) continue;
+      if (from.sum == 0) continue;
       const float top = std::max(to.top, from.top), keep = std::exp(to.top - top), take = std::exp(from.top - top);
       for (int d = 0; d < dim; d += 8) Store(total + d, Fma(Load(part + d), Splat(take), Load(total + d) * keep));
       to = {top, to.sum * keep + from.sum * take};
@@ -238,7 +238,7 @@ struct Worker {
     const size_t stride = static_cast<size_t>(cache.kv_heads) * group * dim;
     for (int r = 0; r < Height(item); ++r, total += dim) {
       float* to = out + (item.token + r / group) * stride + static_cast<size_t>(item.kv_head * group + r % group) * dim;
-      const float inverse = sums[r].top == kNone ? 0.0f : 1.0f / sums[r].sum;
+      const float inverse = sums[r].sum == 0 ? 0.0f : 1.0f / sums[r].sum;
       for (int d = 0; d < dim; d += 8) Store(to + d, Load(total + d) * inverse);
     }
   }

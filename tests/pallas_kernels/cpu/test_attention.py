@@ -159,6 +159,17 @@ def test_extreme_scores():
     np.testing.assert_allclose(got, expected(case, scale=1.0), rtol=2e-3, atol=2e-3)
 
 
+def test_nan_is_not_hidden():
+    """A query that is NaN, or sees a key that is, gives NaN; no other does."""
+    rng = np.random.default_rng(8)
+    case = make_case(rng, [(4, 300), (1, 90)], 1, 2, 64, 32)
+    case.q[1] = np.nan
+    case.k_pages[case.page_table[0, 298 // 32], :, :, 298 % 32] = np.nan
+    bad = np.isnan(attend(case, scale=0.1)).all(axis=(1, 2))
+    assert bad.tolist()[:5] == [False, True, True, True, False]
+    assert np.isfinite(attend(case, scale=0.1)[[0, 4]]).all()
+
+
 def test_no_sequences():
     rng = np.random.default_rng(4)
     case = make_case(rng, [(2, 5)], 1, 1, 64, 16)
