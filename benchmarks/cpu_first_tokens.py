@@ -64,7 +64,7 @@ best = 0.0
 for turn in range(3):
     request = {"prompt": f"{turn} {PROMPT}", "n_predict": OUTPUT, "temperature": 0.0, "ignore_eos": True}
     start = time.perf_counter()
-    answer = server.handle_completions(json.dumps(request))
+    server.handle_completions(request)
     best = max(best, OUTPUT / (time.perf_counter() - start))
 print(json.dumps({"batch 1": best}))
 """

@@ -120,14 +120,15 @@ def _cache(home: Path) -> dict[str, str]:
 def _kernels() -> dict[str, str]:
     """For each op the kernel that a model of the usual shape gets on this device, and why the others do not serve."""
     platform_name = jax.local_devices()[0].platform
+    packed = {"packed weights": _packed()} if platform_name == "cpu" else {}
     case: dict[str, Any] = {
         "platform": platform_name,
         "dtype": "float32" if platform_name == "cpu" else "bfloat16",
+        "kv_dtype": "float32" if platform_name == "cpu" else "bfloat16",
         "head_dim": 64 if platform_name == "cpu" else 128,
         "page_size": 32 if platform_name == "cpu" else 16,
     }
-    chosen = {op: _choices(op, case) for op in pallas_kernels.names()}
-    return {**chosen, "packed weights": _packed()} if platform_name == "cpu" else chosen
+    return {op: _choices(op, case) for op in pallas_kernels.names()} | packed
 
 
 def _packed() -> str:
@@ -138,6 +139,6 @@ def _packed() -> str:
 
 def _choices(op: str, case: Mapping[str, Any]) -> str:
     choices = pallas_kernels.explain(op, **case)
-    chosen = [choice.kernel.name for choice in choices if choice.chosen] or ["none"]
+    chosen = [choice.kernel.name for choice in choices if choice.chosen] or ["composed of the others"]
     others = [f"{choice.kernel.name}: {choice.reason}" for choice in choices if not choice.chosen]
     return f"{chosen[0]} ({'; '.join(others)})" if others else chosen[0]
