@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("tokenspeed", "pallas_kernels", "shardings")
+PACKAGES = ("tokenspeed", "pallas_kernels")
 KERNELS = frozenset({"pallas_kernels"})
-DATA = frozenset({"shardings"})
 
 PARALLEL = frozenset({"pytree", "config"})
 WEIGHTS = PARALLEL | {"types", "parallel"}
@@ -24,7 +23,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "types": frozenset(),
     "pytree": frozenset(),
     "config": frozenset({"types"}),
-    "parallel": PARALLEL | DATA,
+    "parallel": PARALLEL,
     "weights": WEIGHTS,
     "layers": LAYERS | KERNELS,
     "models": MODELS,
@@ -39,7 +38,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "bench": frozenset({"types", "config", "llm", "runtime"}) | KERNELS,
     "bench.client": frozenset({"types"}),
     "pallas_kernels": frozenset(),
-    "shardings": frozenset(),
     # The package names its public types lazily; the command line wires everything.
     "": frozenset({"types", "config", "llm"}),
     "__main__": frozenset({"cli"}),

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,16 +118,6 @@ def test_no_test_is_skipped(path: Path) -> None:
 )
 def test_a_skip_is_seen(source: str, count: int) -> None:
     assert len(_skips(ast.parse(source))) == count
-
-
-def test_every_sharding_file_maps_logical_axes_to_axes_of_its_mesh() -> None:
-    files = sorted((ROOT / "shardings").glob("*.toml"))
-    assert "single.toml" in [path.name for path in files]
-    for path in files:
-        rules = tomllib.loads(path.read_text())
-        assert set(rules) == {"mesh", "axes"}
-        assert set(rules["axes"].values()) <= {"", *rules["mesh"]}
-        assert set("BTDFNKHV") <= set(rules["axes"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=_relative)

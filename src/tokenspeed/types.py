@@ -384,6 +384,8 @@ class RunnerLimits(NamedTuple):
     """Largest token bucket."""
     max_model_len: int
     vocab_size: int
+    shares_prefixes: bool = True
+    """Whether a token's keys and values depend on nothing but the tokens up to it, so that others may read them."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

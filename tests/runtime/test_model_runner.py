@@ -196,6 +196,22 @@ def test_a_context_the_model_was_not_made_for_is_refused(folder: Path) -> None:
         Engine(folder, max_model_len=4096)
 
 
+def test_prefixes_are_not_shared_where_keys_depend_on_the_length(tmp_path: Path) -> None:
+    """Dynamic rope past its original context: a short prompt must not serve its pages to a longer one."""
+    write_checkpoint("llama_dynamic", tmp_path)
+    prompt = list(range(3, 43))
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
+    engine = Engine(tmp_path, enforce_eager=True, max_model_len=None)
+    assert not engine.runner.limits.shares_prefixes
+    engine.run([request("short", prompt[:18], greedy)])
+    requests = [request("long", prompt, greedy)]
+    after = engine.run(requests)
+    engine.close()
+    fresh = Engine(tmp_path, enforce_eager=True, max_model_len=None)
+    assert_same(after, fresh.run(requests), requests)
+    fresh.close()
+
+
 @pytest.mark.parametrize(
     ("smallest", "largest", "factor", "sizes"),
     [(1, 16, 4, (1, 4, 16)), (1, 12, 2, (1, 2, 4, 8, 12)), (16, 256, 4, (16, 64, 256)), (5, 5, 2, (5,))],

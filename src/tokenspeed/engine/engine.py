@@ -97,7 +97,8 @@ class EngineCore:
         self._runner = runner
         self._overlap = config.overlap
         self._emit = emit
-        self._roster = Roster(runner.limits, share_prefixes=config.enable_prefix_caching, seed=config.seed)
+        share_prefixes = config.enable_prefix_caching and runner.limits.shares_prefixes
+        self._roster = Roster(runner.limits, share_prefixes=share_prefixes, seed=config.seed)
         self._scheduler = Scheduler(self._roster)
         self._inbox: queue.SimpleQueue[_Arrival | _Abort | _Stop] = queue.SimpleQueue()
         self._pending: _Dispatched | None = None

@@ -74,6 +74,12 @@ def _dynamic(rope: Rope, head_dim: int, lengths: jax.Array) -> jax.Array:
     return base[:, None] ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
 
 
+def shares_prefixes(rope: Rope, max_model_len: int) -> bool:
+    """Whether equal prefixes have equal keys: dynamic scaling's depend on the length of what follows, once it is long."""
+    original = rope.original_max_position_embeddings
+    return rope.type != "dynamic" or original is None or max_model_len <= original
+
+
 def cos_sin(rope: Rope, head_dim: int, positions: jax.Array, prompt_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines float32 [T, H/2] of positions [T].
 

@@ -15,6 +15,7 @@ from pallas_kernels import cpu, find, select
 from tokenspeed.config import EngineConfig, ModelConfig, environment
 from tokenspeed.layers.attention import AttentionKernels
 from tokenspeed.layers.linear import PackedWeight, packed
+from tokenspeed.layers.rope import shares_prefixes
 from tokenspeed.models import dense
 from tokenspeed.runtime.model_runner import ModelRunner, temporary_bytes
 from tokenspeed.runtime.step import StepModel
@@ -178,6 +179,9 @@ def build_runner(
         lambda: temporary_bytes(step_model, weights, limits, cache_dtype, defaults.bucket_factor),
     )
     limits = _sized(config, limits, _page_bytes(model, page_size, cache_dtype), budget)
+    if not shares_prefixes(model.rope, limits.max_model_len):
+        log.info("prefixes are not shared: under dynamic rope scaling their keys depend on the whole prompt's length")
+        limits = limits._replace(shares_prefixes=False)
     return ModelRunner(
         step_model,
         weights,
