@@ -207,17 +207,18 @@ void QuantizedMatmul(const float* x, int m, const Weight& w, const RmsNorm& befo
   const float* const residual = after.norm.weight ? nullptr : after.residual;
   const Dots dots = Pick(w);
   const int band = std::max(32, 256 * 1024 / w.k / kMaxM * kMaxM);  // rows of x that stay in L2 beside a strip
-  // Strips a thread takes at once: 64 KiB of weights where reading them is what takes the time, fewer for many rows.
-  const int tiles = (m + kMaxM - 1) / kMaxM, strip_bytes = w.groups() * w.block_bytes();
-  const int run = std::max(1, std::min(64 * 1024 / strip_bytes, w.strips / (2 * pool.threads())) / tiles);
+  // Strips a thread takes at once: as many as stay in L2, which makes long runs of reads and, row by row, of writes.
+  const int parts = (m <= kMaxM ? 2 : 6) * pool.threads(), strip_bytes = w.groups() * w.block_bytes();
+  const int run = std::max(1, std::min(64 * 1024 / strip_bytes, w.strips / parts));
   for (int begin = 0; begin < m; begin += band) {
     const int end = std::min(m, begin + band);
     pool.For((w.strips + run - 1) / run, [&](int part) {
-      for (int s = part * run; s < std::min(w.strips, (part + 1) * run); ++s) {
-        for (int m0 = begin, width; m0 < end; m0 += width) {
-          width = TileWidth(end - m0);
+      for (int m0 = begin, width; m0 < end; m0 += width) {
+        width = TileWidth(end - m0);
+        const DotFn dot = dots.of(width);
+        for (int s = part * run; s < std::min(w.strips, (part + 1) * run); ++s) {
           float tile[kMaxM * kRows];
-          dots.of(width)(w.block(s, 0), &quantized[m0 * row_bytes], w.groups(), tile);
+          dot(w.block(s, 0), &quantized[m0 * row_bytes], w.groups(), tile);
           const size_t at = static_cast<size_t>(m0) * w.n;
           Finish(w, after, s, width, tile, residual ? residual + at : nullptr, to + at);
         }
