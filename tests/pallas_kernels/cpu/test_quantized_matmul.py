@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +163,21 @@ def test_residual_keeps_its_value_for_others():
     y, other = both(x, weight.arrays[0])
     np.testing.assert_array_equal(other, 2 * x + 1)
     np.testing.assert_allclose(y, 2 * x + run(2 * x, weight), rtol=1e-6, atol=1e-5)
+
+
+def test_callers_in_several_threads_at_once():
+    """The pool serves one caller at a time; the others work alone, with the same results."""
+    rng = np.random.default_rng(9)
+    weight = pack(*random_weight(rng, "q4_1", 300, 128))
+    fn = jax.jit(lambda x, b: quantized_matmul(x, b, weight.layout))
+    inputs = [rng.standard_normal((m, 128)).astype(np.float32) for m in (1, 3, 8, 33)]
+    alone = [np.asarray(fn(x, weight.arrays[0])) for x in inputs]
+
+    def many(i: int) -> bool:
+        return all(np.array_equal(fn(inputs[i], weight.arrays[0]), alone[i]) for _ in range(60))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(many, range(len(inputs))))
 
 
 def test_nan_and_infinity_stay_in_their_rows():
