@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+import tokenspeed
 
 PROMPT = "The history of the city begins with"
 OUTPUT = 64
@@ -107,7 +112,25 @@ def main() -> None:
     }
     for name, ratio in ratios.items():
         print(f"{name:28s} {ratio:8.2f} x")
-    print(json.dumps({"benchmark": "cpu_first_tokens", "output": OUTPUT, "tokens_a_second": medians, "ratios": ratios}))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    print(
+        json.dumps(
+            {
+                "benchmark": "cpu_first_tokens",
+                "commit": commit.stdout.strip(),
+                "version": tokenspeed.__version__,
+                "jax": version("jax"),
+                "python": platform.python_version(),
+                "cpus": os.cpu_count(),
+                "load_average": os.getloadavg()[0],
+                "model": arguments.model.name,
+                "output": OUTPUT,
+                "runs": rates,
+                "tokens_a_second": medians,
+                "ratios": ratios,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
