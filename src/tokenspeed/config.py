@@ -146,7 +146,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Tokens of prompt and output together; None: the model's own limit (on a CPU at most 8192)."""
     gpu_memory_utilization: float = 0.92
-    """Share of the device's memory for weights, cache and temporaries. On a CPU the cache gets at most a quarter of free memory."""
+    """Share of the device's memory for weights, cache and temporaries. On a CPU the cache gets a sixteenth of the machine's memory at most."""
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
     """Pages in the pool; overrides what memory would allow."""
